@@ -1,0 +1,3 @@
+// The CPU kernels compiled for the avx2 instruction set.
+#define AGOQ_ISA_NAMESPACE avx2
+#include "kernels_impl.h"

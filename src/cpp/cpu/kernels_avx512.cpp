@@ -1,0 +1,3 @@
+// The CPU kernels compiled for the avx512 instruction set.
+#define AGOQ_ISA_NAMESPACE avx512
+#include "kernels_impl.h"

@@ -1,0 +1,95 @@
+// Schemas of every op, the CPU implementations, and the ops that exist for tests only.
+#include "backend_cpu.h"
+#include "codec_ops.h"
+
+namespace agoq::ops {
+namespace {
+
+std::string cpu_isa() { return cpu::isa_name(cpu::best_isa()); }
+
+cpu::Isa take_isa(StringHandle handle) {
+  const std::string name = take_string(handle);
+  for (int i = 0; i < cpu::kNumIsas; ++i) {
+    const auto isa = static_cast<cpu::Isa>(i);
+    if (name != cpu::isa_name(isa)) continue;
+    STD_TORCH_CHECK(cpu::isa_available(isa), "isa '", name, "' is not available on this machine or in this build");
+    return isa;
+  }
+  STD_TORCH_CHECK(false, "isa must be baseline, avx2 or avx512; got '", name, "'");
+}
+
+bool test_isa_available(StringHandle handle) {
+  const std::string name = take_string(handle);
+  for (int i = 0; i < cpu::kNumIsas; ++i)
+    if (name == cpu::isa_name(static_cast<cpu::Isa>(i))) return cpu::isa_available(static_cast<cpu::Isa>(i));
+  return false;
+}
+
+// Every kernel reads its instruction set from the backend; these two force one for a call.
+std::tuple<Tensor, Tensor> test_quantize(const Tensor& x, StringHandle format, int64_t group_size,
+                                         ScalarType scale_dtype, StringHandle rounding, std::optional<Tensor> seed,
+                                         int64_t element_offset, StringHandle isa) {
+  const Format f = take_format("quantize", format);
+  const bool stochastic = take_stochastic("quantize", rounding);
+  return quantize_with(CpuBackend(take_isa(isa)), x, f, checked_group_size("quantize", group_size), scale_dtype,
+                       stochastic, seed, element_offset);
+}
+
+Tensor test_dequantize(const Tensor& packed, const Tensor& scales, int64_t cols, StringHandle format,
+                       int64_t group_size, ScalarType dtype, StringHandle isa) {
+  const Format f = take_format("dequantize", format);
+  return dequantize_with(CpuBackend(take_isa(isa)), packed, scales, cols, f,
+                         checked_group_size("dequantize", group_size), dtype);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(agoq, m) {
+  m.def(
+      "quantize(Tensor x, str format, int group_size, ScalarType scale_dtype, str rounding, Tensor? seed, "
+      "int element_offset) -> (Tensor, Tensor)");
+  m.def(
+      "quantize_out(Tensor x, str format, int group_size, str rounding, Tensor? seed, int element_offset, "
+      "Tensor(a!) packed, Tensor(b!) scales) -> ()");
+  m.def(
+      "dequantize(Tensor packed, Tensor scales, SymInt cols, str format, int group_size, ScalarType dtype) -> Tensor");
+  m.def("dequantize_out(Tensor packed, Tensor scales, str format, int group_size, Tensor(a!) out) -> ()");
+  m.def(
+      "accumulate_(Tensor(a!) packed, Tensor(b!) scales, Tensor x, float factor, str format, int group_size, "
+      "str rounding, Tensor? seed, int element_offset) -> ()");
+  m.def(
+      "reduce(Tensor packed, Tensor scales, SymInt cols, str format, int group_size, float factor, ScalarType dtype) "
+      "-> Tensor");
+  m.def(
+      "reduce_quantize_out(Tensor packed, Tensor scales, SymInt cols, str format, int group_size, float factor, "
+      "str rounding, Tensor? seed, int element_offset, Tensor(a!) out_packed, Tensor(b!) out_scales) -> ()");
+  m.def("norm(Tensor packed, Tensor scales, SymInt cols, str format, int group_size) -> (Tensor, Tensor)");
+  m.def("cpu_isa() -> str");
+  m.def("_test_isa_available(str isa) -> bool");
+  m.def(
+      "_test_quantize(Tensor x, str format, int group_size, ScalarType scale_dtype, str rounding, Tensor? seed, "
+      "int element_offset, str isa) -> (Tensor, Tensor)");
+  m.def(
+      "_test_dequantize(Tensor packed, Tensor scales, SymInt cols, str format, int group_size, ScalarType dtype, "
+      "str isa) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(agoq, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", AGOQ_BOX(&cpu_isa));
+  m.impl("_test_isa_available", AGOQ_BOX(&test_isa_available));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(agoq, CPU, m) {
+  m.impl("quantize", AGOQ_BOX(&quantize<CpuBackend>));
+  m.impl("quantize_out", AGOQ_BOX(&quantize_out<CpuBackend>));
+  m.impl("dequantize", AGOQ_BOX(&dequantize<CpuBackend>));
+  m.impl("dequantize_out", AGOQ_BOX(&dequantize_out<CpuBackend>));
+  m.impl("accumulate_", AGOQ_BOX(&accumulate_<CpuBackend>));
+  m.impl("reduce", AGOQ_BOX(&reduce<CpuBackend>));
+  m.impl("reduce_quantize_out", AGOQ_BOX(&reduce_quantize_out<CpuBackend>));
+  m.impl("norm", AGOQ_BOX(&norm<CpuBackend>));
+  m.impl("_test_quantize", AGOQ_BOX(&test_quantize));
+  m.impl("_test_dequantize", AGOQ_BOX(&test_dequantize));
+}
+
+}  // namespace agoq::ops

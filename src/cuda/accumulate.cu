@@ -1,0 +1,44 @@
+// accumulate: inout <- encode(decode(inout) + factor * x), in FP32 and in one pass (AGoQ, QuanGrad's storage step).
+//
+// codes uint8 [rows, row_bytes] and scales [rows, groups(, 2)] are read and written; x [rows, cols] is float32, float16
+// or bfloat16. A thread owns the eight elements it decodes (octet.cuh), so no other thread reads what it overwrites;
+// the scale of a group is read by its lanes before the shuffles that precede its replacement.
+#include "decode.cuh"
+#include "encode.cuh"
+#include "kernels.h"
+
+namespace agoq::cuda {
+namespace {
+
+template <Format F, bool Stochastic, bool Vec>
+__global__ void __launch_bounds__(kBlockThreads) accumulate_kernel(AccumulateArgs a) {
+  AGOQ_SHARED(float, table, [16]);
+  const Decoder<F> decoder(table);
+  if constexpr (F == Format::nf4) __syncthreads();
+  const Octet o = locate_octet(a.inout);
+  float x[kOctet], sum[kOctet] = {};
+  load_octet<Vec>(a.x, o, x);
+  if (o.stored) decode_octet<F>(a.inout, o, kFloatMax, decoder, sum);
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) sum[i] = i < o.valid ? add_rn(sum[i], mul_rn(x[i], a.factor)) : 0.0f;
+  encode_octet<F, Stochastic>(sum, a.inout, o, a.rounding);
+}
+
+}  // namespace
+
+int launch_accumulate(const AccumulateArgs& args, void* stream) {
+  AccumulateArgs a = args;
+  if (a.inout.rows == 0 || a.inout.cols == 0) return 0;
+  merge_rows(a.inout, a.x);
+  const LaunchConfig config = octet_config(a.inout, stream);
+  return with_format(a.inout.format, [&](auto f) {
+    return with_bool(a.rounding.stochastic, [&](auto stochastic) {
+      return with_bool(rows_are_aligned(a.x), [&](auto vec) {
+        constexpr auto kernel = accumulate_kernel<decltype(f)::value, decltype(stochastic)::value, decltype(vec)::value>;
+        return AGOQ_LAUNCH(kernel, config, a);
+      });
+    });
+  });
+}
+
+}  // namespace agoq::cuda

@@ -1,0 +1,18 @@
+// Launchers of the CUDA kernels: an argument struct and a stream in, the launch's cudaError_t (0 is success) out.
+//
+// Pointers in the structs are device pointers. Launches of empty tensors do nothing. Nothing here synchronizes.
+#pragma once
+
+#include "../cpp/core/args.h"
+
+namespace agoq::cuda {
+
+int launch_quantize(const QuantizeArgs& args, void* stream);
+int launch_dequantize(const DequantizeArgs& args, void* stream);
+int launch_accumulate(const AccumulateArgs& args, void* stream);
+int launch_reduce(const ReduceArgs& args, void* stream);
+int launch_reduce_quantize(const ReduceQuantizeArgs& args, void* stream);
+// The total into `sum`, and whether it is NaN into `nonfinite`; both device pointers.
+int launch_norm(const NormArgs& args, double* sum, bool* nonfinite, void* stream);
+
+}  // namespace agoq::cuda
