@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from . import nn
 from ._version import __version__
+from .activation import (
+    ActivationPolicy,
+    ActivationReport,
+    ConversionReport,
+    activation_report,
+    compress_activations,
+    restore,
+)
 from .tensor import QuantizedTensor, dequantize, quantize
 
-__all__ = ["QuantizedTensor", "__version__", "dequantize", "quantize"]
+__all__ = [
+    "ActivationPolicy",
+    "ActivationReport",
+    "ConversionReport",
+    "QuantizedTensor",
+    "__version__",
+    "activation_report",
+    "compress_activations",
+    "dequantize",
+    "nn",
+    "quantize",
+    "restore",
+]

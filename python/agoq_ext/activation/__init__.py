@@ -1,0 +1,17 @@
+"""Whole models: conversion, what it stores, and the measurement of what backward keeps."""
+
+from __future__ import annotations
+
+from .convert import ConversionReport, compress_activations, restore
+from .policy import ActivationPolicy, TensorFormat
+from .report import ActivationReport, activation_report
+
+__all__ = [
+    "ActivationPolicy",
+    "ActivationReport",
+    "ConversionReport",
+    "TensorFormat",
+    "activation_report",
+    "compress_activations",
+    "restore",
+]
