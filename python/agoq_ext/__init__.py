@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import nn
+from . import collectives, ddp, nn
 from ._version import __version__
 from .activation import (
     ActivationPolicy,
@@ -12,6 +12,7 @@ from .activation import (
     compress_activations,
     restore,
 )
+from .collectives import all_reduce
 from .tensor import QuantizedTensor, dequantize, quantize
 
 __all__ = [
@@ -21,7 +22,10 @@ __all__ = [
     "QuantizedTensor",
     "__version__",
     "activation_report",
+    "all_reduce",
+    "collectives",
     "compress_activations",
+    "ddp",
     "dequantize",
     "nn",
     "quantize",

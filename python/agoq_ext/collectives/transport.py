@@ -1,0 +1,130 @@
+"""Moves byte messages between the ranks of a group: through the host, or on the device's own streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+
+class Transport:
+    """Two exchanges of uint8 between all ranks of a group, and the count of bytes that they send.
+
+    Attributes:
+        rank, world: this process in the group, and the size of the group.
+        device: where the messages must lie.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def __init__(self, rank: int, world: int, device: torch.device, count: Callable[[int], None]) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self._count = count
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """received[r] <- what rank r sent to this one; both uint8 [world, n], contiguous."""
+        self._all_to_all(received.view(-1), sent.view(-1))
+        self._count(sent.nbytes // self.world * (self.world - 1))
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> None:
+        """received[r] <- rank r's message; uint8 [world, n] and [n], contiguous."""
+        self._all_gather(received.view(-1), sent)
+        self._count(sent.nbytes * (self.world - 1))
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        raise NotImplementedError
+
+    def _all_gather(self, received: Tensor, sent: Tensor) -> None:
+        raise NotImplementedError
+
+
+class HostTransport(Transport):
+    """A Gloo group of its own over host memory. Each exchange has ended when its method returns.
+
+    Gloo matches messages by the order in which a process issues its collectives, so one thread alone uses a
+    transport. Making one is itself a collective: all ranks must do it.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        timeout: timedelta,
+        count: Callable[[int], None],
+    ) -> None:
+        super().__init__(rank, world, torch.device("cpu"), count)
+        if not dist.is_gloo_available():
+            raise RuntimeError(
+                "collectives: exchanging through the host needs a torch that is built with Gloo"
+            )
+        # A store's client serves one thread at a time, and this one may wait for peers while the caller goes on.
+        clone = getattr(store, "clone", None)
+        store = dist.PrefixStore("agoq_ext", store if clone is None else clone())
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, world, timeout)
+
+    def close(self) -> None:
+        """Closes the connections, so that a peer that waits for this rank fails at once."""
+        self._gloo = None
+
+    # No local variable holds a Gloo work: the traceback of a failed exchange would keep the connections open.
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        options = distributed_c10d.AllToAllOptions()
+        _named(self._gloo, "alltoall_base", "all_to_all_single")(received, sent, [], [], options).wait()
+
+    def _all_gather(self, received: Tensor, sent: Tensor) -> None:
+        options = distributed_c10d.AllgatherOptions()
+        _named(self._gloo, "_allgather_base", "all_gather_into_tensor")(received, sent, options).wait()
+
+
+def _named(backend: Any, *names: str) -> Callable[..., Any]:
+    """The method of a backend that has one of these names; torch has renamed some."""
+    return next(getattr(backend, name) for name in names if hasattr(backend, name))
+
+
+class DeviceTransport(Transport):
+    """The caller's own group, ordered on the current stream (NCCL); the host does not wait."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, count: Callable[[int], None]) -> None:
+        super().__init__(group.rank(), group.size(), device, count)
+        self._group = group
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        dist.all_to_all_single(received, sent, group=self._group)
+
+    def _all_gather(self, received: Tensor, sent: Tensor) -> None:
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+
+
+def exchanges_on_device(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `group` moves tensors of `device` on the device's streams; false for Gloo and for the CPU."""
+    if device.type == "cpu":
+        return False
+    try:
+        return group._get_backend(device).name() != "gloo"
+    except RuntimeError:  # the group has no backend for this kind of device
+        return False
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store through which the ranks of `group`, and nobody else, found each other."""
+    get = getattr(group, "get_group_store", None)
+    return distributed_c10d._get_process_group_store(group) if get is None else get()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The time after which an exchange of `group` that does not end is an error."""
+    for device_type in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device_type)).options._timeout
+        except (RuntimeError, AttributeError):  # no backend for that device, or one without options
+            continue
+    return distributed_c10d.default_pg_timeout

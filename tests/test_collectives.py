@@ -1,0 +1,863 @@
+"""Quantized collectives: the messages without processes, then worlds of 1 to 4 local ranks over Gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agoq_ext import layout, reference
+from agoq_ext.collectives import (
+    Codec,
+    Disagreement,
+    all_reduce,
+    bytes_sent,
+    channel,
+    functions,
+    mix_seed,
+    plain_all_reduce_bytes,
+    reset_bytes_sent,
+    setup,
+    transport,
+    wire,
+)
+
+# --- a second writing of the scheme, on the reference ------------------------------------------------------------
+
+
+def splitmix(seed: int, *words: int) -> int:
+    """mix_seed on Python integers."""
+    mask = 2**64 - 1
+    for word in words:
+        z = (seed + (word + 1) * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        seed = z ^ (z >> 31)
+    return seed
+
+
+def seed_of(codec: Codec, seed: int, rank: int, phase: int) -> Tensor | None:
+    if codec.rounding == "nearest":
+        return None
+    mixed = splitmix(seed, rank, phase)
+    return torch.tensor([mixed - 2**64 if mixed >= 2**63 else mixed])
+
+
+def shard_bounds(numel: int, world: int, group_size: int) -> list[tuple[int, int]]:
+    groups = math.ceil(math.ceil(numel / world) / group_size)
+    edges = [min(rank * groups * group_size, numel) for rank in range(world + 1)]
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def emulate(flats: list[Tensor], op: str, codec: Codec, seeds: list[int]) -> Tensor:
+    """What all_reduce of the ranks' flat tensors must give on every rank, FP32 before the cast to their dtype.
+
+    One process, the reference ops, no messages.
+    """
+    world, numel = len(flats), flats[0].numel()
+    name, group = codec.format, codec.group_size
+    out = torch.empty(numel)
+    for owner, (start, end) in enumerate(shard_bounds(numel, world, group)):
+        if start == end:
+            continue
+        coded = [
+            reference.quantize(
+                flat[start:end],
+                name,
+                group,
+                codec.scale_dtype,
+                codec.rounding,
+                seed_of(codec, seeds[rank], rank, 0),
+                start,
+            )
+            for rank, flat in enumerate(flats)
+        ]
+        packed, scales = (torch.stack(parts) for parts in zip(*coded, strict=True))
+        factor = 1 / world if op == "avg" else 1.0
+        total = reference.reduce(packed, scales, end - start, name, group, factor, torch.float32)
+        seed = seed_of(codec, seeds[owner], owner, 1)
+        again = reference.quantize(total, name, group, codec.scale_dtype, codec.rounding, seed, start)
+        out[start:end] = reference.dequantize(*again, end - start, name, group, torch.float32)[0]
+    return out
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 values as the decoder writes them: saturated to the finite range of `dtype`."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
+def error_bound(flats: list[Tensor], op: str, codec: Codec) -> Tensor:
+    """Largest |error| of each element against the exact result: one rounding on each rank and one of the result."""
+    share = 1.0 if codec.rounding == "stochastic" else 0.5  # of the widest gap between neighbouring codes
+    values = reference.code_values(codec.format)
+    values = values[torch.isfinite(values)].double().sort().values
+    widest = float((values[1:] - values[:-1]).max()) * share
+    factor = 1 / len(flats) if op == "avg" else 1.0
+
+    def one(x: Tensor) -> Tensor:
+        """Of encoding x: the widest gap times the scale, a little more for the scale's own rounding."""
+        numel = x.numel()
+        groups = torch.nn.functional.pad(x.double(), (0, -numel % codec.group_size)).reshape(
+            -1, codec.group_size
+        )
+        spread = groups.amax(1) - groups.amin(1) if codec.format == "uint4" else groups.abs().amax(1)
+        slack = (
+            groups.abs().amax(1) * 2**-7
+        )  # uint4: min moves down by up to a bf16 step, and the range with it
+        scale = (spread + slack) / layout.FORMATS[codec.format].qmax
+        return (scale * widest * 1.02).repeat_interleave(codec.group_size)[:numel]
+
+    sent = sum(one(flat) for flat in flats) * factor
+    exact = sum(flat.double() for flat in flats) * factor
+    return sent + one(exact.abs() + sent if codec.format != "uint4" else exact) + one(sent) + 1e-30
+
+
+def random_flat(case: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Heavy-tailed values with whole groups of zeros, different on every rank, the same wherever it is called."""
+    generator = torch.Generator().manual_seed(1000 * case + rank)
+    x = torch.randn(numel, generator=generator) * torch.exp(torch.randn(numel, generator=generator))
+    x[(torch.arange(numel) // 512) % 5 == 3] = 0.0
+    return x.to(dtype)
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+# --- messages, without processes ---------------------------------------------------------------------------------
+
+
+@given(numel=st.integers(0, 5000), world=st.integers(1, 9), group_size=st.sampled_from(layout.GROUP_SIZES))
+def test_shards_cover_the_tensor_in_whole_groups(numel: int, world: int, group_size: int) -> None:
+    shards = wire.Shards.cut(numel, world, group_size)
+    bounds = [(shards.start(r), shards.start(r) + shards.size(r)) for r in range(world)]
+    assert bounds == shard_bounds(numel, world, group_size)
+    assert bounds[0][0] == 0 and bounds[-1][1] == numel
+    assert all(start % group_size == 0 or start == numel for start, _ in bounds)
+    assert shards.length * world < numel + world * group_size, (
+        "no slot is longer than rounding to groups asks"
+    )
+
+
+@pytest.mark.parametrize("scale_dtype", layout.SCALE_DTYPES)
+@pytest.mark.parametrize("format", layout.FORMATS)
+def test_messages_are_codes_then_scales_with_zero_padding(format: str, scale_dtype: torch.dtype) -> None:
+    codec = Codec(format, 64, scale_dtype)
+    flat = random_flat(1, 0, 1000, torch.float32)
+    shards = wire.Shards.cut(1000, 3, 64)  # 384, 384, 232
+    slots = torch.full((3, wire.slot_bytes(shards, codec)), 0xAB, dtype=torch.uint8)
+    wire.encode(flat, slots, shards, codec, None)
+    for rank in range(3):
+        packed, scales = reference.quantize(shards.of(flat, rank), format, 64, scale_dtype, "nearest", None)
+        data = bytearray()
+        for part in (packed, scales):
+            data += part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            data += bytes(-len(data) % layout.WIRE_ALIGNMENT)
+        assert bytes(slots[rank].tolist()) == bytes(data).ljust(slots.shape[1], b"\0")
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    numel=st.integers(1, 1500),
+    world=st.integers(1, 5),
+    format=st.sampled_from(list(layout.FORMATS)),
+    group_size=st.sampled_from(layout.GROUP_SIZES),
+    scale_dtype=st.sampled_from(layout.SCALE_DTYPES),
+    rounding=st.sampled_from(layout.ROUNDINGS),
+    op=st.sampled_from(functions.OPS),
+)
+def test_encode_reduce_decode_equal_the_emulation(
+    numel: int, world: int, format: str, group_size: int, scale_dtype: torch.dtype, rounding: str, op: str
+) -> None:
+    codec = Codec(format, group_size, scale_dtype, rounding)
+    flats = [random_flat(2, rank, numel, torch.float32) for rank in range(world)]
+    shards = wire.Shards.cut(numel, world, group_size)
+    slot = wire.slot_bytes(shards, codec)
+    sent = torch.empty(world, world, slot, dtype=torch.uint8)
+    gathered = torch.empty(world, slot, dtype=torch.uint8)
+    for rank, flat in enumerate(flats):
+        wire.encode(flat, sent[rank], shards, codec, seed_of(codec, 7, rank, 0))
+    for rank in range(world):
+        factor = 1 / world if op == "avg" else 1.0
+        received = sent[:, rank].contiguous()
+        wire.reduce(received, gathered[rank], shards, rank, codec, factor, seed_of(codec, 7, rank, 1))
+    out = torch.empty(numel)
+    wire.decode(gathered, out, shards, codec)
+    assert torch.equal(out, emulate(flats, op, codec, [7] * world))
+
+
+def test_the_cut_does_not_change_the_noise() -> None:
+    codec = Codec("int4", 32, torch.float32, "stochastic")
+    flat, seed = random_flat(3, 0, 3000, torch.float32), torch.tensor([5])
+    whole, _ = reference.quantize(flat, "int4", 32, torch.float32, "stochastic", seed)
+    for world in (1, 2, 3):
+        shards = wire.Shards.cut(3000, world, 32)
+        slots = torch.empty(world, wire.slot_bytes(shards, codec), dtype=torch.uint8)
+        wire.encode(flat, slots, shards, codec, seed)
+        packed = [wire.message_views(slots[r], shards.size(r), codec)[0][0] for r in range(world)]
+        assert torch.equal(torch.cat(packed)[: whole.numel()], whole[0])
+
+
+def test_mix_seed() -> None:
+    # The first output of the published splitmix64 for the state 1234567.
+    assert int(mix_seed(torch.tensor([1234567]), 0)) == 6457827717110365317
+    seen = set()
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
+        for words in [(0,), (1,), (0, 0), (0, 1), (1, 0), (3, 1), (3, 1, 10**6)]:
+            mixed = int(mix_seed(torch.tensor([seed]), *words))
+            assert mixed % 2**64 == splitmix(seed % 2**64, *words)
+            seen.add(mixed)
+    assert len(seen) == 5 * 7
+
+
+# --- worlds ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One all_reduce, the same on all ranks."""
+
+    number: int
+    numel: int
+    dtype: torch.dtype
+    op: str
+    codec: Codec
+    async_op: bool
+
+    def flat(self, rank: int) -> Tensor:
+        return random_flat(self.number, rank, self.numel, self.dtype)
+
+    def seed(self, rank: int) -> int:
+        return 2**63 - 5 + 3 * self.number + rank  # some do not fit int64
+
+
+def make_cases(world: int) -> list[Case]:
+    """Every format three times; sizes from 0 to 100 000, among them those at the edges of groups and shards."""
+    generator = torch.Generator().manual_seed(world)
+
+    def draw(options: Any) -> Any:
+        return options[int(torch.randint(len(options), (1,), generator=generator))]
+
+    edges = [0, 1, 31, 33, 127, 128, 129, 255 * world, 256 * world, 256 * world + 1]
+    cases = []
+    for number in range(30):
+        numel = (
+            edges[number] if number < len(edges) else int(10 ** (4.3 * torch.rand(1, generator=generator)))
+        )
+        codec = Codec(
+            list(layout.FORMATS)[number % len(layout.FORMATS)],
+            draw(layout.GROUP_SIZES),
+            draw(layout.SCALE_DTYPES),
+            draw(layout.ROUNDINGS),
+        )
+        dtype, op = draw(layout.FLOAT_DTYPES), draw(functions.OPS)
+        cases.append(Case(number, numel, dtype, op, codec, async_op=bool(number % 3)))
+    cases.append(Case(30, 100_000, torch.float32, "avg", Codec(), True))
+    return cases
+
+
+def run_cases(rank: int, world: int, cases: list[Case]) -> tuple[list[str], list[Tensor] | None]:
+    """All results' digests, and on rank 0 the results; asynchronous ones are waited for at the end, last first."""
+    flats, works = [], []
+    for case in cases:
+        flat = case.flat(rank)
+        work = all_reduce(
+            flat, case.op, None, **vars(case.codec), seed=case.seed(rank), async_op=case.async_op
+        )
+        assert (work is None) == (not case.async_op)
+        flats.append(flat)
+        works.append(work)
+    for flat, work in reversed(list(zip(flats, works, strict=True))):
+        if work is not None:
+            assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+            assert work.result()[0] is flat and work.get_future().value()[0] is flat
+    return [digest(flat) for flat in flats], flats if rank == 0 else None
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_reduce_equals_the_emulation_on_every_rank(tmp_path: Path, world: int) -> None:
+    cases = make_cases(world)
+    results = run_world(tmp_path, world, run_cases, cases)
+    values = results[0][1]
+    for number, case in enumerate(cases):
+        assert len({digests[number] for digests, _ in results}) == 1, f"ranks differ: {case}"
+        flats = [case.flat(rank) for rank in range(world)]
+        seeds = [case.seed(rank) for rank in range(world)]
+        expected = cast(emulate(flats, case.op, case.codec, seeds), case.dtype)
+        assert torch.equal(values[number], expected), case
+        if case.numel:
+            exact = sum(flat.double() for flat in flats) * (1 / world if case.op == "avg" else 1)
+            bound = error_bound(flats, case.op, case.codec) + exact.abs() * 2 * torch.finfo(case.dtype).eps
+            if case.dtype == torch.float16:
+                exact = exact.clamp(-65504, 65504)
+            excess = (values[number].double() - exact).abs() - bound
+            assert excess.max() <= 0, f"{case}: {excess.max()} over the bound at {excess.argmax()}"
+
+
+def check_shapes(rank: int, world: int) -> None:
+    """Shapes, strides and kinds of tensor that are not a fresh 1-D one."""
+
+    def expected(tensors: list[Tensor]) -> Tensor:
+        flat = emulate([t.reshape(-1) for t in tensors], "avg", Codec(), [0] * world)
+        return flat.reshape(tensors[0].shape)
+
+    def everyone(*shape: int) -> list[Tensor]:
+        return [random_flat(50, r, math.prod(shape), torch.float32).reshape(shape) for r in range(world)]
+
+    for shape in [(), (1,), (7, 3), (2, 3, 0), (3, 5, 7, 2)]:
+        tensors = everyone(*shape)
+        all_reduce(tensors[rank])
+        assert torch.equal(tensors[rank], expected(everyone(*shape)))
+
+    # Transposed, strided and channels-last: elements count in row-major order of the shape.
+    for view in (
+        lambda t: t.t(),
+        lambda t: t[::3, 1::2],
+        lambda t: t[:20, :20].reshape(1, 4, 10, 10).contiguous(memory_format=torch.channels_last),
+    ):
+        bases = everyone(40, 30)
+        target = view(bases[rank])
+        before = target.clone()
+        work = all_reduce(target, async_op=True)
+        work.wait()
+        assert torch.equal(target, expected([view(t) for t in everyone(40, 30)]))
+        assert not torch.equal(target, before)
+    bases = everyone(40, 30)
+    all_reduce(bases[rank][::3, 1::2])
+    untouched = torch.ones(40, 30, dtype=torch.bool)
+    untouched[::3, 1::2] = False
+    assert torch.equal(bases[rank][untouched], everyone(40, 30)[rank][untouched])
+
+    # A slice at an odd offset.
+    bases = everyone(501)
+    all_reduce(bases[rank][1:])
+    assert torch.equal(bases[rank][1:], expected([t[1:] for t in everyone(501)]))
+    assert bases[rank][0] == everyone(501)[rank][0]
+
+    # Ranks may differ in shape, strides and dtype, not in the number of elements.
+    own = everyone(6, 50)[rank]
+    target = own.t().contiguous().t() if rank == 0 else own.reshape(3, 100)
+    all_reduce(target)
+    assert torch.equal(target.reshape(6, 50), expected(everyone(6, 50)))
+
+    leaf = everyone(300)[rank].requires_grad_()
+    all_reduce(leaf)
+    assert torch.equal(leaf.detach(), expected(everyone(300))) and leaf.is_leaf
+    with torch.inference_mode():
+        inference = everyone(300)[rank].clone()
+        all_reduce(inference)
+        assert torch.equal(inference, expected(everyone(300)))
+        inference = everyone(40, 30)[rank].clone().t()
+        all_reduce(inference)
+        assert torch.equal(inference, expected([t.t() for t in everyone(40, 30)]))
+
+    # Autograd notices that a tensor that it saved has changed.
+    weight = torch.ones(300, requires_grad=True)
+    saved = everyone(300)[rank]
+    product = weight * saved
+    all_reduce(saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_shapes_and_strides(tmp_path: Path) -> None:
+    run_world(tmp_path, 3, check_shapes)
+
+
+def check_non_finite(rank: int, world: int) -> None:
+    for format in ("int8", "uint4", "nf4", "fp8_e4m3", "fp4_e3m0"):
+        for bad in (math.nan, math.inf, -math.inf):
+            flats = [random_flat(60, r, 1000, torch.float32) + 1 for r in range(world)]
+            flats[1][300] = bad  # group 4 of 64, in the shard of rank 0; rank 1 alone holds it
+            own = flats[rank].clone()
+            all_reduce(own, format=format, group_size=64)
+            nan = torch.zeros(1000, dtype=torch.bool)
+            nan[256:320] = True
+            assert torch.equal(own.isnan(), nan), (format, bad)
+            flats[1][300] = 0.0
+            clean = emulate(flats, "avg", Codec(format, 64), [0] * world)
+            assert torch.equal(own[~nan], clean[~nan]), (format, bad)
+
+
+def test_non_finite_values_stay_in_their_group(tmp_path: Path) -> None:
+    run_world(tmp_path, 3, check_non_finite)
+
+
+def check_order(rank: int, world: int) -> None:
+    """Many calls in flight, among plain collectives on the same group, waited for in another order on each rank."""
+    expected, flats, works, plain = [], [], [], []
+    for number in range(24):
+        numel = 50_000 if number % 4 == 0 else 10 + number
+        codec = Codec(("int8", "int4")[number % 2])
+        everyone = [random_flat(number, r, numel, torch.float32) for r in range(world)]
+        expected.append(emulate(everyone, "sum", codec, [0] * world))
+        flats.append(everyone[rank])
+        if number % 5 == 4:
+            all_reduce(flats[-1], "sum", **vars(codec))
+            works.append(None)
+        else:
+            works.append(all_reduce(flats[-1], "sum", **vars(codec), async_op=True))
+        total = torch.full((3,), float(number + rank))
+        plain.append((total, dist.all_reduce(total, async_op=True)))
+        if number % 7 == 6:
+            dist.barrier()
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(rank)).tolist()
+    for number in order:
+        if works[number] is not None:
+            value = works[number].get_future().wait()[0] if number % 2 else works[number].result()[0]
+            works[number].wait()
+            assert value is flats[number]
+        plain[number][1].wait()
+        assert torch.equal(flats[number], expected[number]), number
+        assert plain[number][0][0] == world * number + sum(range(world))
+
+
+def test_calls_in_flight_match_in_issue_order(tmp_path: Path) -> None:
+    run_world(tmp_path, 3, check_order)
+
+
+def check_future(rank: int, world: int) -> None:
+    tensor = torch.full((200_000,), float(rank))
+    work = all_reduce(tensor, async_op=True)
+    # A callback sees the decoded result, whatever thread runs it.
+    mean = work.get_future().then(lambda future: float(future.value()[0][-1]))
+    assert mean.wait() == pytest.approx((world - 1) / 2, rel=0.01)
+    assert isinstance(work, dist.Work)
+
+    # A callback that waits for a later call on the same group would wait for its own thread.
+    def wait_inside(future: Any) -> str:
+        try:
+            all_reduce(torch.ones(8))
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    refused = all_reduce(torch.ones(8), async_op=True).get_future().then(wait_inside)
+    work = all_reduce(torch.ones(8), async_op=True)
+    refused.wait()
+    work.wait()
+    # Either the callback ran on the worker and was refused, or the work was over before `then` and it ran here.
+    refusal = "all_reduce: a callback must not wait for a later collective on the same group"
+    assert refused.value() in (refusal, "no error")
+
+
+def test_futures(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, check_future)
+
+
+def check_subgroups(rank: int, world: int) -> list[int]:
+    """Overlapping groups, set up by their first call; a rank in many groups meets one in few."""
+    members = [[0, 2], [1, 3], [0, 1, 3], [3, 2]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    # Rank 0 uses the default group's channel too before it meets rank 2, and so on: histories differ.
+    all_reduce(torch.ones(100))
+    counts = []
+    for ranks, group in zip(members, groups, strict=True):
+        if rank not in ranks:
+            with pytest.raises(
+                TypeError, match="all_reduce: group must be a process group that this rank is a member"
+            ):
+                all_reduce(torch.ones(4), group=group)
+            continue
+        everyone = [random_flat(70, r, 3000, torch.float32) for r in ranks]
+        own = everyone[group.rank()].clone()
+        all_reduce(own, group=group, seed=0)
+        assert torch.equal(own, emulate(everyone, "avg", Codec(), [0] * len(ranks)))
+        total = torch.full((64,), 2.0)
+        all_reduce(total, "sum", group=group, async_op=True).wait()
+        torch.testing.assert_close(total, torch.full((64,), 2.0 * len(ranks)), rtol=0.01, atol=0)
+        counts.append(bytes_sent(group))
+    # In opposite orders on different ranks: groups do not wait for each other.
+    works = []
+    for index in range(4) if rank % 2 else reversed(range(4)):
+        if rank in members[index]:
+            works.append(all_reduce(torch.ones(77), group=groups[index], async_op=True))
+    for work in works:
+        work.wait()
+    return counts
+
+
+def test_subgroups(tmp_path: Path) -> None:
+    run_world(tmp_path, 4, check_subgroups)
+
+
+def check_bytes(rank: int, world: int) -> None:
+    reset_bytes_sent()
+    setup()
+    assert bytes_sent() == (world - 1) * channel.RECORD_BYTES
+    codec, numel = Codec("int4", 64), 10_000
+    all_reduce(torch.ones(numel), format="int4", group_size=64)
+    reset_bytes_sent()
+    for async_op in (False, True):
+        work = all_reduce(torch.ones(numel), format="int4", group_size=64, async_op=async_op)
+    work.wait()
+    shard = layout.round_up(math.ceil(numel / world), 64)
+    message = layout.round_up(shard // 2, 16) + layout.round_up(shard // 64 * 2, 16)
+    assert codec.message(shard).total_bytes == message
+    assert bytes_sent() == 2 * 2 * (world - 1) * message
+    reset_bytes_sent(dist.group.WORLD)
+    assert bytes_sent() == 0
+    all_reduce(torch.ones(0), format="int4", group_size=64)
+    assert bytes_sent() == (world - 1) * channel.RECORD_BYTES  # nothing but the comparison of a new call
+
+
+def test_bytes_sent(tmp_path: Path) -> None:
+    run_world(tmp_path, 3, check_bytes)
+
+
+@pytest.mark.parametrize(("nbytes", "world", "expected"), [(1000, 1, 0), (1000, 2, 1000), (999, 4, 1499)])
+def test_plain_all_reduce_bytes(nbytes: int, world: int, expected: int) -> None:
+    assert plain_all_reduce_bytes(nbytes, world) == expected
+
+
+def check_device_transport(rank: int, world: int) -> None:
+    """The exchange through the caller's own group, as it runs over NCCL, gives the same bits."""
+    transport_used = []
+
+    class Spy(transport.DeviceTransport):
+        def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+            transport_used.append(self)
+            super()._all_to_all(received, sent)
+
+    for codec in (Codec(), Codec("int5", 32, torch.float32, "stochastic")):
+        tensor = random_flat(80, rank, 5001, torch.bfloat16)
+        host, device = tensor.clone(), tensor.clone()
+        all_reduce(host, **vars(codec), seed=3)
+        reset_bytes_sent()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(channel, "exchanges_on_device", lambda group, device: True)
+            patch.setattr(channel, "DeviceTransport", Spy)
+            all_reduce(device, **vars(codec), seed=3)
+        assert torch.equal(host, device) and len(transport_used) == 1
+        transport_used.clear()
+        assert bytes_sent() == 2 * (world - 1) * wire.slot_bytes(
+            wire.Shards.cut(5001, world, codec.group_size), codec
+        )
+
+
+def test_exchange_through_the_callers_group(tmp_path: Path) -> None:
+    run_world(tmp_path, 3, check_device_transport)
+
+
+def check_world_of_one(rank: int, world: int) -> None:
+    tensor = random_flat(90, 0, 1000, torch.float32)
+    before = tensor.clone()
+    for op in functions.OPS:
+        assert all_reduce(tensor, op) is None
+        work = all_reduce(tensor, op, async_op=True)
+        assert work.is_completed() and work.wait() and work.get_future().value()[0] is tensor
+    setup()
+    assert torch.equal(tensor, before) and bytes_sent() == 0
+    with pytest.raises(ValueError, match="all_reduce: format must be one of"):
+        all_reduce(tensor, format="int3")
+
+
+def test_a_world_of_one_is_the_identity(tmp_path: Path) -> None:
+    run_world(tmp_path, 1, check_world_of_one)
+
+
+def check_seeds(rank: int, world: int) -> list[str]:
+    options: dict[str, Any] = {"format": "int4", "rounding": "stochastic"}
+
+    def result(**more: Any) -> Tensor:
+        tensor = random_flat(100, rank, 2000, torch.float32)
+        all_reduce(tensor, **options, **more)
+        return tensor
+
+    assert torch.equal(result(seed=5), result(seed=torch.tensor([5])))
+    assert not torch.equal(result(seed=5), result(seed=6))
+    torch.manual_seed(1)
+    first, second = result(), result()
+    torch.manual_seed(1)
+    assert torch.equal(first, result()) and not torch.equal(first, second)
+    # The seed of an asynchronous call is read when it is issued.
+    seed = torch.tensor([5])
+    tensor = random_flat(100, rank, 2000, torch.float32)
+    work = all_reduce(tensor, **options, seed=seed, async_op=True)
+    seed.fill_(9)
+    work.wait()
+    assert torch.equal(tensor, result(seed=5))
+    # Unbiased: the mean over seeds approaches the mean over ranks.
+    exact = sum(random_flat(100, r, 2000, torch.float32) for r in range(world)) / world
+    mean = sum(result(seed=s) for s in range(200)) / 200
+    nearest = random_flat(100, rank, 2000, torch.float32)
+    all_reduce(nearest, format="int4")
+    assert (mean - exact).norm() < 0.15 * (nearest - exact).norm()
+    return [digest(first), digest(second), digest(mean)]
+
+
+def test_stochastic_rounding(tmp_path: Path) -> None:
+    results = run_world(tmp_path, 2, check_seeds)
+    assert results[0] == results[1]
+
+
+# --- errors and faults -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tensor": [1.0]}, TypeError, "all_reduce: tensor must be a torch.Tensor; got list"),
+        (
+            {"tensor": torch.ones(3, dtype=torch.int64)},
+            TypeError,
+            "all_reduce: tensor's dtype must be float32, float16 or bfloat16; got torch.int64",
+        ),
+        ({"tensor": torch.ones(3, dtype=torch.float64)}, TypeError, "got torch.float64"),
+        ({"tensor": torch.ones(3).to_sparse()}, TypeError, "tensor must be a dense .strided. tensor"),
+        (
+            {"tensor": torch.ones(3, 1).expand(3, 4)},
+            ValueError,
+            "tensor must not overlap itself.*shape .3, 4.",
+        ),
+        ({"op": "max"}, ValueError, "all_reduce: op must be 'avg' or 'sum'; got 'max'"),
+        ({"format": "int3"}, ValueError, "all_reduce: format must be one of int8, .*; got 'int3'"),
+        ({"group_size": 48}, ValueError, "all_reduce: group_size must be one of 32, 64, 128, 256; got 48"),
+        ({"scale_dtype": torch.float16}, ValueError, "all_reduce: scale_dtype must be .*; got torch.float16"),
+        ({"rounding": "up"}, ValueError, "all_reduce: rounding must be .*; got 'up'"),
+        ({"rounding": "stochastic", "seed": 2**64}, ValueError, "all_reduce: seed must fit in 64 bits"),
+        ({"group": 7}, TypeError, "all_reduce: group must be a process group .*; got 7"),
+        ({}, RuntimeError, "all_reduce: torch.distributed is not initialized and no group is given"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        all_reduce(**{"tensor": torch.ones(3), **arguments})
+
+
+def check_disagreement(rank: int, world: int) -> None:
+    def disagreement(call: Any, *parts: str) -> None:
+        with pytest.raises(Disagreement) as caught:
+            call()
+        for part in parts:
+            assert part in str(caught.value), str(caught.value)
+
+    tensor = random_flat(110, rank, 1000, torch.float32)
+    before = tensor.clone()
+    disagreement(
+        lambda: all_reduce(tensor, format="int8" if rank == 0 else "int4"),
+        "all_reduce: the ranks of the group disagree: rank 0: agoq_ext",
+        "format=int8",
+        "format=int4",
+    )
+    disagreement(lambda: all_reduce(tensor, group_size=(32, 64, 64)[rank]), "group_size=32", "group_size=64")
+    scale_dtype = (torch.bfloat16, torch.float32, torch.bfloat16)[rank]
+    disagreement(
+        lambda: setup(scale_dtype=scale_dtype), "scale_dtype=torch.bfloat16", "scale_dtype=torch.float32"
+    )
+    work = all_reduce(tensor, rounding=("nearest", "nearest", "stochastic")[rank], async_op=True)
+    disagreement(work.wait, "rounding=nearest", "rounding=stochastic")
+    with pytest.raises(RuntimeError, match="the ranks of the group disagree"):
+        work.get_future().wait()
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), Disagreement)
+    disagreement(lambda: all_reduce(tensor, "sum" if rank else "avg"), "op=sum", "op=avg")
+    disagreement(lambda: all_reduce(tensor[: 1000 - rank]), "numel=1000", "numel=998")
+    disagreement(lambda: all_reduce(torch.ones(rank)), "numel=0", "numel=2")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(channel, "__version__", "9.9")
+        disagreement(lambda: all_reduce(tensor), "agoq_ext 9.9")
+    assert torch.equal(tensor, before)
+    # Every rank knows, so the group is in step and stays usable.
+    all_reduce(tensor)
+    assert torch.equal(
+        tensor, emulate([random_flat(110, r, 1000, torch.float32) for r in range(3)], "avg", Codec(), [0] * 3)
+    )
+    # A comparison is made once for each kind of call, unless all calls are to be compared.
+    reset_bytes_sent()
+    all_reduce(tensor)
+    sent = bytes_sent()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+        all_reduce(tensor)
+    assert bytes_sent() == 2 * sent + 2 * channel.RECORD_BYTES
+
+
+def test_ranks_that_disagree(tmp_path: Path) -> None:
+    run_world(tmp_path, 3, check_disagreement)
+
+
+def failure_of(call: Any) -> tuple[str, float]:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return str(caught.value), time.monotonic() - start
+
+
+def wait_for_files(directory: Path, rank: int, ranks: list[int]) -> None:
+    """Waits for the other survivors: a process that exits closes its connections, which would hide who did not."""
+    (directory / f"done-{rank}").touch()
+    while not all((directory / f"done-{other}").exists() for other in ranks):
+        time.sleep(0.02)
+
+
+def check_killed_peer(rank: int, world: int, directory: Path, phase: str, async_op: bool) -> None:
+    all_reduce(torch.ones(5000))
+    if rank == 1:
+        if phase == "before":
+            os._exit(3)
+        original = wire.reduce if phase == "reduce" else wire.decode
+        assert original is not None
+        setattr(wire, phase, lambda *args: os._exit(3))
+    tensor = random_flat(120, rank, 5000, torch.float32)
+    before = tensor.clone()
+    if async_op:
+        work = all_reduce(tensor, async_op=True)
+        later = all_reduce(torch.ones(5000), async_op=True)
+        message, seconds = failure_of(work.wait)
+        assert failure_of(work.get_future().wait)[0].count(message)
+        # C++ (DDP's reducer) sees an error too, not an exception object as the value.
+        assert failure_of(lambda: torch._C.Future.value(work.get_future()))[0].count(message)
+        assert "an earlier exchange on this group failed" in failure_of(later.wait)[0]
+        assert work.is_completed() and not work.is_success()
+    else:
+        message, seconds = failure_of(lambda: all_reduce(tensor))
+    assert message.startswith(f"all_reduce: rank {rank} of 3: the exchange failed: ")
+    assert seconds < 15, "a closed connection is noticed at once, not after the group's timeout of 20 s"
+    assert torch.equal(tensor, before)
+    message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
+    assert message.startswith(
+        "all_reduce: an earlier exchange on this group failed, so the group cannot be used"
+    )
+    assert seconds < 1
+
+
+@pytest.mark.parametrize(("phase", "async_op"), [("before", False), ("before", True), ("reduce", True)])
+def test_a_killed_peer_is_an_error_on_all_others(tmp_path: Path, phase: str, async_op: bool) -> None:
+    run_world(tmp_path, 3, check_killed_peer, tmp_path, phase, async_op, dying=[1])
+
+
+def check_silent_peer(rank: int, world: int, directory: Path) -> None:
+    all_reduce(torch.ones(5000))
+    if rank == 0:
+        message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
+        assert "the exchange failed" in message and "imed out" in message, message
+        assert 1.5 < seconds < 12
+    else:
+        while not (directory / "done-0").exists():
+            time.sleep(0.02)
+        # The rank that gave up has closed its connections: the late one learns at once.
+        message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
+        assert "the exchange failed" in message and seconds < 1.5
+    wait_for_files(directory, rank, [0, 1])
+
+
+def test_a_silent_peer_is_an_error_within_the_timeout(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, check_silent_peer, tmp_path, group_timeout=2)
+
+
+def check_absent_peer(rank: int, world: int) -> None:
+    if rank == 0:
+        message, seconds = failure_of(lambda: setup())
+        assert message.startswith("setup: rank 0 of 2: the exchange failed: ")
+        assert 1.5 < seconds < 12
+    else:
+        time.sleep(4)
+
+
+def test_a_peer_that_never_sets_up_is_an_error_within_the_timeout(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, check_absent_peer, group_timeout=2)
+
+
+def check_local_failure(rank: int, world: int) -> None:
+    """One rank runs out of memory, say: the others are told, and its own error names the cause."""
+    all_reduce(torch.ones(5000))
+    if rank == 1:
+
+        def broken(*args: Any) -> None:
+            raise MemoryError("no room for the shards")
+
+        wire.encode = broken
+    message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
+    assert ("no room for the shards" in message) == (rank == 1)
+    assert seconds < 15, "the peers are told at once, not after the group's timeout of 20 s"
+    dist.barrier()
+
+
+def test_a_local_failure_reaches_the_peers(tmp_path: Path) -> None:
+    run_world(tmp_path, 3, check_local_failure)
+
+
+def check_other_call(rank: int, world: int) -> None:
+    """One rank makes a call that all have made before, the other a new one: an error, though not a clear one."""
+    all_reduce(torch.ones(100))
+    failure_of(lambda: all_reduce(torch.ones(100 if rank else 100_000)))
+
+
+def test_known_and_new_calls_that_do_not_match_fail(tmp_path: Path) -> None:
+    # Gloo ends the process of a rank that is sent more than it expects.
+    run_world(tmp_path, 2, check_other_call, group_timeout=2, dying=[0, 1])
+
+
+# --- lifetime ----------------------------------------------------------------------------------------------------
+
+
+def workers() -> int:
+    return sum(thread.name == "agoq_ext" for thread in threading.enumerate())
+
+
+def check_lifetime(rank: int, world: int, directory: Path) -> None:
+    assert workers() == 0
+    for round in range(3):
+        all_reduce(torch.full((1000,), float(rank)))
+        pending = all_reduce(torch.full((1000,), float(rank)), async_op=True)
+        assert workers() == 1
+        dist.destroy_process_group()
+        pending.wait()  # what was issued ends
+        torch.testing.assert_close(pending.result()[0], torch.full((1000,), 0.5), rtol=0.01, atol=0)
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while workers() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert workers() == 0, "the worker of a destroyed group is still there"
+        store = dist.FileStore(str(directory / f"store-{round}"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def test_the_worker_ends_with_its_group(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, check_lifetime, tmp_path)
+
+
+def check_memory(rank: int, world: int) -> None:
+    """Nothing of a finished call stays alive in the worker."""
+    import weakref
+
+    tensor = torch.ones(1000)
+    work = all_reduce(tensor, async_op=True)
+    work.wait()
+    reference_to_tensor = weakref.ref(tensor)
+    del tensor, work
+    deadline = time.monotonic() + 10
+    while reference_to_tensor() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert reference_to_tensor() is None
+
+
+def test_an_idle_worker_keeps_no_tensor(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, check_memory)
+
+
+def leave_in_flight(rank: int, world: int) -> None:
+    all_reduce(torch.ones(1000))
+    if rank == 0:
+        all_reduce(torch.ones(1000), async_op=True)  # never matched
+
+
+def test_a_call_in_flight_does_not_keep_a_process_from_exiting(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, leave_in_flight, timeout=30, group_timeout=600)
