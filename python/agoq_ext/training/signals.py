@@ -1,0 +1,56 @@
+"""A request to stop, made by SIGINT or SIGTERM and honoured between two steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from .world import World
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Holds the last signal received, 0 until there is one."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def agreed(self, world: World) -> int:
+        """The signal that any rank has received (a collective call)."""
+        return int(world.gather([self.signal]).max())
+
+    @contextmanager
+    def listening(self, *, insist: bool = True) -> Iterator[StopRequest]:
+        """Takes SIGINT and SIGTERM while the block runs.
+
+        Args:
+            insist: whether a second signal acts as if nobody listened. A rank started by the launcher leaves that
+                to the launcher: Ctrl-C in a terminal reaches it twice, from the terminal and from there.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        previous = {number: signal.getsignal(number) for number in SIGNALS}
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            self.signal = number
+            if insist:
+                for n, handler in previous.items():
+                    signal.signal(n, handler)
+
+        for number in SIGNALS:
+            signal.signal(number, receive)
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def exit_status(number: int) -> int:
+    """The status with which a program ends that a signal stopped; 0 for none."""
+    return 128 + number if number else 0
