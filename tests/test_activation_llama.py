@@ -221,9 +221,9 @@ def test_double_backward_is_refused():
 # --- what is kept --------------------------------------------------------------------------------------------
 
 
-def kept_in_layer(model: Any) -> dict[str, int]:
-    """Bytes by operator of the second layer (the first also holds the rotary tables)."""
-    return activation_report(model, {"input_ids": ids()}).of_layer(1).by_operator
+def kept_in_layer(model: Any, index: int = 1) -> dict[str, int]:
+    """Bytes by operator of a layer, by default the second (the first also holds the rotary tables)."""
+    return activation_report(model, {"input_ids": ids()}).of_layer(index).by_operator
 
 
 @pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["bf16", "autocast"])
@@ -388,6 +388,12 @@ def test_a_patched_forward_is_respected():
     projection.forward = lambda x: torch.zeros(*x.shape[:-1], projection.out_features)
     _, gradients = loss_and_gradients(model)
     assert "model.layers.0.self_attn.v_proj.weight" not in gradients
+    projection.forward = type(projection).forward.__get__(projection)  # as it was
+    _, gradients = loss_and_gradients(model)
+    fresh = llama()
+    compress_activations(fresh)
+    assert all(map(torch.equal, gradients.values(), loss_and_gradients(fresh)[1].values()))
+    assert kept_in_layer(model, 0) == kept_in_layer(fresh, 0)
 
 
 # --- names, checkpoints, restoring ---------------------------------------------------------------------------

@@ -151,12 +151,18 @@ def untouched(module: nn.Module, *classes: type[nn.Module]) -> bool:
         return False
     if "_is_replica" in module.__dict__:  # a copy by nn.DataParallel, whose reader is on another device
         return False
-    return not ("forward" in module.__dict__ or module._forward_hooks or _sees_input(module))
+    return not (_patched(module) or module._forward_hooks or _sees_input(module))
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether calling `module` is `F.linear(x, module.weight, module.bias)` and nothing else."""
     return untouched(module, nn.Linear, Projection)
+
+
+def _patched(module: nn.Module) -> bool:
+    """Whether `module` has a forward of its own. Who patches one and takes it back may leave the class's own there."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _sees_input(module: nn.Module) -> bool:
@@ -170,4 +176,4 @@ def sees_input(reader: nn.Module) -> bool:
     """
     by_keyword = isinstance(reader, modeling_llama.LlamaAttention)
     observers = reader._forward_hooks_with_kwargs if by_keyword else reader._forward_hooks
-    return "forward" in reader.__dict__ or _sees_input(reader) or bool(observers)
+    return _patched(reader) or _sees_input(reader) or bool(observers)
