@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
+# Test processes at once; 0 runs them all in one, for a debugger.
+WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?= --out demo-out
@@ -39,18 +41,20 @@ demo: $(STAMPS)/package-demo $(STAMPS)/native
 
 # One OpenMP thread: the tests' tensors are small, and several processes share the machine.
 test: $(STAMPS)/package-test $(STAMPS)/native
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(WORKERS) tests $(PYTEST_ARGS)
 
 lint: $(STAMPS)/package-dev $(STAMPS)/native
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
+	@echo clang-format --dry-run --Werror src
+	@$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 
 format: $(STAMPS)/package-dev
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $(FORMATTED)
+	@echo clang-format -i src
+	@$(VENV)/bin/clang-format -i $(FORMATTED)
 
 bench: $(STAMPS)/package-bench $(STAMPS)/native
 	$(PY) -m pytest -q benchmarks $(BENCH_ARGS)
