@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-import gc
-import hashlib
 import math
 import os
-import threading
+import shutil
+import subprocess
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from all_reduce_twin import cast, digest, emulate, error_bound, random_flat, seed_of, shard_bounds, splitmix
 from distributed import run_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +26,6 @@ from torch import Tensor
 from agoq_ext import layout, reference
 from agoq_ext.collectives import (
     Codec,
-    Disagreement,
     all_reduce,
     bytes_sent,
     channel,
@@ -35,109 +37,6 @@ from agoq_ext.collectives import (
     transport,
     wire,
 )
-
-# --- a second writing of the scheme, on the reference ------------------------------------------------------------
-
-
-def splitmix(seed: int, *words: int) -> int:
-    """mix_seed on Python integers."""
-    mask = 2**64 - 1
-    for word in words:
-        z = (seed + (word + 1) * 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        seed = z ^ (z >> 31)
-    return seed
-
-
-def seed_of(codec: Codec, seed: int, rank: int, phase: int) -> Tensor | None:
-    if codec.rounding == "nearest":
-        return None
-    mixed = splitmix(seed, rank, phase)
-    return torch.tensor([mixed - 2**64 if mixed >= 2**63 else mixed])
-
-
-def shard_bounds(numel: int, world: int, group_size: int) -> list[tuple[int, int]]:
-    groups = math.ceil(math.ceil(numel / world) / group_size)
-    edges = [min(rank * groups * group_size, numel) for rank in range(world + 1)]
-    return list(zip(edges, edges[1:], strict=False))
-
-
-def emulate(flats: list[Tensor], op: str, codec: Codec, seeds: list[int]) -> Tensor:
-    """What all_reduce of the ranks' flat tensors must give on every rank, FP32 before the cast to their dtype.
-
-    One process, the reference ops, no messages.
-    """
-    world, numel = len(flats), flats[0].numel()
-    name, group = codec.format, codec.group_size
-    out = torch.empty(numel)
-    for owner, (start, end) in enumerate(shard_bounds(numel, world, group)):
-        if start == end:
-            continue
-        coded = [
-            reference.quantize(
-                flat[start:end],
-                name,
-                group,
-                codec.scale_dtype,
-                codec.rounding,
-                seed_of(codec, seeds[rank], rank, 0),
-                start,
-            )
-            for rank, flat in enumerate(flats)
-        ]
-        packed, scales = (torch.stack(parts) for parts in zip(*coded, strict=True))
-        factor = 1 / world if op == "avg" else 1.0
-        total = reference.reduce(packed, scales, end - start, name, group, factor, torch.float32)
-        seed = seed_of(codec, seeds[owner], owner, 1)
-        again = reference.quantize(total, name, group, codec.scale_dtype, codec.rounding, seed, start)
-        out[start:end] = reference.dequantize(*again, end - start, name, group, torch.float32)[0]
-    return out
-
-
-def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 values as the decoder writes them: saturated to the finite range of `dtype`."""
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype)
-
-
-def error_bound(flats: list[Tensor], op: str, codec: Codec) -> Tensor:
-    """Largest |error| of each element against the exact result: one rounding on each rank and one of the result."""
-    share = 1.0 if codec.rounding == "stochastic" else 0.5  # of the widest gap between neighbouring codes
-    values = reference.code_values(codec.format)
-    values = values[torch.isfinite(values)].double().sort().values
-    widest = float((values[1:] - values[:-1]).max()) * share
-    factor = 1 / len(flats) if op == "avg" else 1.0
-
-    def one(x: Tensor) -> Tensor:
-        """Of encoding x: the widest gap times the scale, a little more for the scale's own rounding."""
-        numel = x.numel()
-        groups = torch.nn.functional.pad(x.double(), (0, -numel % codec.group_size)).reshape(
-            -1, codec.group_size
-        )
-        spread = groups.amax(1) - groups.amin(1) if codec.format == "uint4" else groups.abs().amax(1)
-        slack = (
-            groups.abs().amax(1) * 2**-7
-        )  # uint4: min moves down by up to a bf16 step, and the range with it
-        scale = (spread + slack) / layout.FORMATS[codec.format].qmax
-        return (scale * widest * 1.02).repeat_interleave(codec.group_size)[:numel]
-
-    sent = sum(one(flat) for flat in flats) * factor
-    exact = sum(flat.double() for flat in flats) * factor
-    return sent + one(exact.abs() + sent if codec.format != "uint4" else exact) + one(sent) + 1e-30
-
-
-def random_flat(case: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Heavy-tailed values with whole groups of zeros, different on every rank, the same wherever it is called."""
-    generator = torch.Generator().manual_seed(1000 * case + rank)
-    x = torch.randn(numel, generator=generator) * torch.exp(torch.randn(numel, generator=generator))
-    x[(torch.arange(numel) // 512) % 5 == 3] = 0.0
-    return x.to(dtype)
-
-
-def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
 
 # --- messages, without processes ---------------------------------------------------------------------------------
 
@@ -394,6 +293,21 @@ def check_non_finite(rank: int, world: int) -> None:
             assert torch.equal(own[~nan], clean[~nan]), (format, bad)
 
 
+def check_overflow(rank: int, world: int) -> None:
+    """A sum beyond FP32 is NaN; one beyond float16 its largest value."""
+    huge = torch.ones(256)
+    huge[:128] = 3e38
+    all_reduce(huge, "sum")
+    assert huge[:128].isnan().all() and huge[128:].isfinite().all()
+    large = torch.full((128,), 6e4, dtype=torch.float16)
+    all_reduce(large, "sum")
+    assert (large == 65504).all()
+
+
+def test_overflow(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, check_overflow)
+
+
 def test_non_finite_values_stay_in_their_group(tmp_path: Path) -> None:
     run_world(tmp_path, 3, check_non_finite)
 
@@ -438,6 +352,19 @@ def check_future(rank: int, world: int) -> None:
     mean = work.get_future().then(lambda future: float(future.value()[0][-1]))
     assert mean.wait() == pytest.approx((world - 1) / 2, rel=0.01)
     assert isinstance(work, dist.Work)
+
+    # A callback may wait for its own work.
+    work = all_reduce(tensor, async_op=True)
+    assert work.get_future().then(lambda future: work.wait()).wait() is True
+    # A timeout leaves the work in flight.
+    if rank == 0:
+        work = all_reduce(torch.ones(8), async_op=True)
+        with pytest.raises(TimeoutError, match="all_reduce: not finished after 0:00:00.010000"):
+            work.wait(timedelta(milliseconds=10))
+    dist.barrier()
+    if rank == 1:
+        work = all_reduce(torch.ones(8), async_op=True)
+    assert work.wait(timedelta(seconds=20))
 
     # A callback that waits for a later call on the same group would wait for its own thread.
     def wait_inside(future: Any) -> str:
@@ -518,6 +445,62 @@ def check_bytes(rank: int, world: int) -> None:
 
 def test_bytes_sent(tmp_path: Path) -> None:
     run_world(tmp_path, 3, check_bytes)
+
+
+def loopback_bytes() -> int:
+    """Bytes sent over the loopback device of this network namespace since it exists."""
+    line = next(
+        line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
+    )
+    return int(line.split(":")[1].split()[8])
+
+
+def join_private_network(rank: int, world: int, directory: Path) -> None:
+    """Moves this thread to a network namespace that the ranks have to themselves, and the default group with it."""
+    dist.destroy_process_group()
+    libc, namespace = ctypes.CDLL(None, use_errno=True), directory / "namespace"
+    if rank == 0:
+        assert libc.unshare(0x40000000) == 0  # CLONE_NEWNET
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        namespace.symlink_to(f"/proc/{os.getpid()}/ns/net")
+    else:
+        while not namespace.is_symlink():
+            time.sleep(0.01)
+        with namespace.open() as handle:
+            assert libc.setns(handle.fileno(), 0) == 0
+    store = dist.FileStore(str(directory / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def check_kernel_bytes(rank: int, world: int, directory: Path) -> None:
+    """What the kernel counts over all ranks is what they count, but for TCP's headers and Gloo's."""
+    join_private_network(rank, world, directory)
+    tensor = torch.randn(1_000_000)
+
+    def kernel_and_own_bytes(call: Callable[[], Any]) -> tuple[int, int]:
+        call()
+        dist.barrier()
+        reset_bytes_sent()
+        before = loopback_bytes()
+        dist.barrier()
+        call()
+        dist.barrier()
+        after = loopback_bytes()
+        dist.barrier()
+        return after - before, bytes_sent()
+
+    for format in ("int8", "int4"):
+        kernel, own = kernel_and_own_bytes(lambda: all_reduce(tensor, format=format))  # noqa: B023
+        assert kernel == pytest.approx(own * world, rel=0.02), format
+    kernel, _ = kernel_and_own_bytes(lambda: dist.all_reduce(tensor))
+    assert kernel == pytest.approx(plain_all_reduce_bytes(tensor.nbytes, world) * world, rel=0.02)
+
+
+def test_bytes_are_what_the_kernel_counts(tmp_path: Path) -> None:
+    trial = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
+    if not shutil.which("unshare") or subprocess.run(trial, capture_output=True).returncode:
+        pytest.skip("needs the right to make a network namespace, and ip")
+    run_world(tmp_path, 3, check_kernel_bytes, tmp_path)
 
 
 @pytest.mark.parametrize(("nbytes", "world", "expected"), [(1000, 1, 0), (1000, 2, 1000), (999, 4, 1499)])
@@ -604,260 +587,3 @@ def check_seeds(rank: int, world: int) -> list[str]:
 def test_stochastic_rounding(tmp_path: Path) -> None:
     results = run_world(tmp_path, 2, check_seeds)
     assert results[0] == results[1]
-
-
-# --- errors and faults -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"tensor": [1.0]}, TypeError, "all_reduce: tensor must be a torch.Tensor; got list"),
-        (
-            {"tensor": torch.ones(3, dtype=torch.int64)},
-            TypeError,
-            "all_reduce: tensor's dtype must be float32, float16 or bfloat16; got torch.int64",
-        ),
-        ({"tensor": torch.ones(3, dtype=torch.float64)}, TypeError, "got torch.float64"),
-        ({"tensor": torch.ones(3).to_sparse()}, TypeError, "tensor must be a dense .strided. tensor"),
-        (
-            {"tensor": torch.ones(3, 1).expand(3, 4)},
-            ValueError,
-            "tensor must not overlap itself.*shape .3, 4.",
-        ),
-        ({"op": "max"}, ValueError, "all_reduce: op must be 'avg' or 'sum'; got 'max'"),
-        ({"format": "int3"}, ValueError, "all_reduce: format must be one of int8, .*; got 'int3'"),
-        ({"group_size": 48}, ValueError, "all_reduce: group_size must be one of 32, 64, 128, 256; got 48"),
-        ({"scale_dtype": torch.float16}, ValueError, "all_reduce: scale_dtype must be .*; got torch.float16"),
-        ({"rounding": "up"}, ValueError, "all_reduce: rounding must be .*; got 'up'"),
-        ({"rounding": "stochastic", "seed": 2**64}, ValueError, "all_reduce: seed must fit in 64 bits"),
-        ({"group": 7}, TypeError, "all_reduce: group must be a process group .*; got 7"),
-        ({}, RuntimeError, "all_reduce: torch.distributed is not initialized and no group is given"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        all_reduce(**{"tensor": torch.ones(3), **arguments})
-
-
-def check_disagreement(rank: int, world: int) -> None:
-    def disagreement(call: Any, *parts: str) -> None:
-        with pytest.raises(Disagreement) as caught:
-            call()
-        for part in parts:
-            assert part in str(caught.value), str(caught.value)
-
-    tensor = random_flat(110, rank, 1000, torch.float32)
-    before = tensor.clone()
-    disagreement(
-        lambda: all_reduce(tensor, format="int8" if rank == 0 else "int4"),
-        "all_reduce: the ranks of the group disagree: rank 0: agoq_ext",
-        "format=int8",
-        "format=int4",
-    )
-    disagreement(lambda: all_reduce(tensor, group_size=(32, 64, 64)[rank]), "group_size=32", "group_size=64")
-    scale_dtype = (torch.bfloat16, torch.float32, torch.bfloat16)[rank]
-    disagreement(
-        lambda: setup(scale_dtype=scale_dtype), "scale_dtype=torch.bfloat16", "scale_dtype=torch.float32"
-    )
-    work = all_reduce(tensor, rounding=("nearest", "nearest", "stochastic")[rank], async_op=True)
-    disagreement(work.wait, "rounding=nearest", "rounding=stochastic")
-    with pytest.raises(RuntimeError, match="the ranks of the group disagree"):
-        work.get_future().wait()
-    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), Disagreement)
-    disagreement(lambda: all_reduce(tensor, "sum" if rank else "avg"), "op=sum", "op=avg")
-    disagreement(lambda: all_reduce(tensor[: 1000 - rank]), "numel=1000", "numel=998")
-    disagreement(lambda: all_reduce(torch.ones(rank)), "numel=0", "numel=2")
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(channel, "__version__", "9.9")
-        disagreement(lambda: all_reduce(tensor), "agoq_ext 9.9")
-    assert torch.equal(tensor, before)
-    # Every rank knows, so the group is in step and stays usable.
-    all_reduce(tensor)
-    assert torch.equal(
-        tensor, emulate([random_flat(110, r, 1000, torch.float32) for r in range(3)], "avg", Codec(), [0] * 3)
-    )
-    # A comparison is made once for each kind of call, unless all calls are to be compared.
-    reset_bytes_sent()
-    all_reduce(tensor)
-    sent = bytes_sent()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
-        all_reduce(tensor)
-    assert bytes_sent() == 2 * sent + 2 * channel.RECORD_BYTES
-
-
-def test_ranks_that_disagree(tmp_path: Path) -> None:
-    run_world(tmp_path, 3, check_disagreement)
-
-
-def failure_of(call: Any) -> tuple[str, float]:
-    start = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        call()
-    return str(caught.value), time.monotonic() - start
-
-
-def wait_for_files(directory: Path, rank: int, ranks: list[int]) -> None:
-    """Waits for the other survivors: a process that exits closes its connections, which would hide who did not."""
-    (directory / f"done-{rank}").touch()
-    while not all((directory / f"done-{other}").exists() for other in ranks):
-        time.sleep(0.02)
-
-
-def check_killed_peer(rank: int, world: int, directory: Path, phase: str, async_op: bool) -> None:
-    all_reduce(torch.ones(5000))
-    if rank == 1:
-        if phase == "before":
-            os._exit(3)
-        original = wire.reduce if phase == "reduce" else wire.decode
-        assert original is not None
-        setattr(wire, phase, lambda *args: os._exit(3))
-    tensor = random_flat(120, rank, 5000, torch.float32)
-    before = tensor.clone()
-    if async_op:
-        work = all_reduce(tensor, async_op=True)
-        later = all_reduce(torch.ones(5000), async_op=True)
-        message, seconds = failure_of(work.wait)
-        assert failure_of(work.get_future().wait)[0].count(message)
-        # C++ (DDP's reducer) sees an error too, not an exception object as the value.
-        assert failure_of(lambda: torch._C.Future.value(work.get_future()))[0].count(message)
-        assert "an earlier exchange on this group failed" in failure_of(later.wait)[0]
-        assert work.is_completed() and not work.is_success()
-    else:
-        message, seconds = failure_of(lambda: all_reduce(tensor))
-    assert message.startswith(f"all_reduce: rank {rank} of 3: the exchange failed: ")
-    assert seconds < 15, "a closed connection is noticed at once, not after the group's timeout of 20 s"
-    assert torch.equal(tensor, before)
-    message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
-    assert message.startswith(
-        "all_reduce: an earlier exchange on this group failed, so the group cannot be used"
-    )
-    assert seconds < 1
-
-
-@pytest.mark.parametrize(("phase", "async_op"), [("before", False), ("before", True), ("reduce", True)])
-def test_a_killed_peer_is_an_error_on_all_others(tmp_path: Path, phase: str, async_op: bool) -> None:
-    run_world(tmp_path, 3, check_killed_peer, tmp_path, phase, async_op, dying=[1])
-
-
-def check_silent_peer(rank: int, world: int, directory: Path) -> None:
-    all_reduce(torch.ones(5000))
-    if rank == 0:
-        message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
-        assert "the exchange failed" in message and "imed out" in message, message
-        assert 1.5 < seconds < 12
-    else:
-        while not (directory / "done-0").exists():
-            time.sleep(0.02)
-        # The rank that gave up has closed its connections: the late one learns at once.
-        message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
-        assert "the exchange failed" in message and seconds < 1.5
-    wait_for_files(directory, rank, [0, 1])
-
-
-def test_a_silent_peer_is_an_error_within_the_timeout(tmp_path: Path) -> None:
-    run_world(tmp_path, 2, check_silent_peer, tmp_path, group_timeout=2)
-
-
-def check_absent_peer(rank: int, world: int) -> None:
-    if rank == 0:
-        message, seconds = failure_of(lambda: setup())
-        assert message.startswith("setup: rank 0 of 2: the exchange failed: ")
-        assert 1.5 < seconds < 12
-    else:
-        time.sleep(4)
-
-
-def test_a_peer_that_never_sets_up_is_an_error_within_the_timeout(tmp_path: Path) -> None:
-    run_world(tmp_path, 2, check_absent_peer, group_timeout=2)
-
-
-def check_local_failure(rank: int, world: int) -> None:
-    """One rank runs out of memory, say: the others are told, and its own error names the cause."""
-    all_reduce(torch.ones(5000))
-    if rank == 1:
-
-        def broken(*args: Any) -> None:
-            raise MemoryError("no room for the shards")
-
-        wire.encode = broken
-    message, seconds = failure_of(lambda: all_reduce(torch.ones(5000)))
-    assert ("no room for the shards" in message) == (rank == 1)
-    assert seconds < 15, "the peers are told at once, not after the group's timeout of 20 s"
-    dist.barrier()
-
-
-def test_a_local_failure_reaches_the_peers(tmp_path: Path) -> None:
-    run_world(tmp_path, 3, check_local_failure)
-
-
-def check_other_call(rank: int, world: int) -> None:
-    """One rank makes a call that all have made before, the other a new one: an error, though not a clear one."""
-    all_reduce(torch.ones(100))
-    failure_of(lambda: all_reduce(torch.ones(100 if rank else 100_000)))
-
-
-def test_known_and_new_calls_that_do_not_match_fail(tmp_path: Path) -> None:
-    # Gloo ends the process of a rank that is sent more than it expects.
-    run_world(tmp_path, 2, check_other_call, group_timeout=2, dying=[0, 1])
-
-
-# --- lifetime ----------------------------------------------------------------------------------------------------
-
-
-def workers() -> int:
-    return sum(thread.name == "agoq_ext" for thread in threading.enumerate())
-
-
-def check_lifetime(rank: int, world: int, directory: Path) -> None:
-    assert workers() == 0
-    for round in range(3):
-        all_reduce(torch.full((1000,), float(rank)))
-        pending = all_reduce(torch.full((1000,), float(rank)), async_op=True)
-        assert workers() == 1
-        dist.destroy_process_group()
-        pending.wait()  # what was issued ends
-        torch.testing.assert_close(pending.result()[0], torch.full((1000,), 0.5), rtol=0.01, atol=0)
-        gc.collect()
-        deadline = time.monotonic() + 10
-        while workers() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert workers() == 0, "the worker of a destroyed group is still there"
-        store = dist.FileStore(str(directory / f"store-{round}"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-
-
-def test_the_worker_ends_with_its_group(tmp_path: Path) -> None:
-    run_world(tmp_path, 2, check_lifetime, tmp_path)
-
-
-def check_memory(rank: int, world: int) -> None:
-    """Nothing of a finished call stays alive in the worker."""
-    import weakref
-
-    tensor = torch.ones(1000)
-    work = all_reduce(tensor, async_op=True)
-    work.wait()
-    reference_to_tensor = weakref.ref(tensor)
-    del tensor, work
-    deadline = time.monotonic() + 10
-    while reference_to_tensor() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert reference_to_tensor() is None
-
-
-def test_an_idle_worker_keeps_no_tensor(tmp_path: Path) -> None:
-    run_world(tmp_path, 2, check_memory)
-
-
-def leave_in_flight(rank: int, world: int) -> None:
-    all_reduce(torch.ones(1000))
-    if rank == 0:
-        all_reduce(torch.ones(1000), async_op=True)  # never matched
-
-
-def test_a_call_in_flight_does_not_keep_a_process_from_exiting(tmp_path: Path) -> None:
-    run_world(tmp_path, 2, leave_in_flight, timeout=30, group_timeout=600)

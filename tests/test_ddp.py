@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from all_reduce_twin import digest, emulate, splitmix
 from distributed import run_world
-from test_collectives import digest, emulate, splitmix
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel

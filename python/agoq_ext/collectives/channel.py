@@ -177,12 +177,12 @@ class Channel:
     def agree(self, transport: Transport, op: str, call: str) -> None:
         """Makes sure that all ranks make this call with this version; exchanges a record the first time only.
 
-        With TORCH_DISTRIBUTED_DEBUG=DETAIL every call is compared.
+        With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL every call is compared.
 
         Raises:
             Disagreement: on every rank, with the records of all.
         """
-        if call in self._agreed and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        if call in self._agreed and dist.get_debug_level() == dist.DebugLevel.OFF:
             return
         if transport.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

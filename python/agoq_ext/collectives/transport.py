@@ -54,7 +54,7 @@ class HostTransport(Transport):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store | None,
         rank: int,
         world: int,
         timeout: timedelta,
@@ -62,13 +62,12 @@ class HostTransport(Transport):
     ) -> None:
         super().__init__(rank, world, torch.device("cpu"), count)
         if not dist.is_gloo_available():
-            raise RuntimeError(
-                "collectives: exchanging through the host needs a torch that is built with Gloo"
-            )
+            raise RuntimeError("exchanging through the host needs a torch that is built with Gloo")
+        if store is None:
+            raise RuntimeError("exchanging through the host needs a group whose ranks met through a store")
         # A store's client serves one thread at a time, and this one may wait for peers while the caller goes on.
-        clone = getattr(store, "clone", None)
-        store = dist.PrefixStore("agoq_ext", store if clone is None else clone())
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, world, timeout)
+        own = store.clone() if hasattr(store, "clone") else store
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("agoq_ext", own), rank, world, timeout)
 
     def close(self) -> None:
         """Closes the connections, so that a peer that waits for this rank fails at once."""
@@ -114,10 +113,11 @@ def exchanges_on_device(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store through which the ranks of `group`, and nobody else, found each other."""
-    get = getattr(group, "get_group_store", None)
-    return distributed_c10d._get_process_group_store(group) if get is None else get()
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store through which the ranks of `group`, and nobody else, met; None for a group made by hand."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)  # an older torch
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

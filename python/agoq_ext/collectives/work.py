@@ -23,27 +23,26 @@ class Work(dist.Work):
         self._op = op
         self._tensors = tensors
         self._error: BaseException | None = None
+        self._known = False  # the outcome is; callbacks of the future may still run
         self._over = threading.Event()
         self._device_event: torch.cuda.Event | None = None
-        # Blocking on the thread that will finish this work would never end; see `wait`.
+        # The thread that will finish this work, and runs the callbacks; it must not block on it.
         self.runs_on: threading.Thread | None = None
         devices: list[int | str | torch.device] = [t.device for t in tensors if t.is_cuda]
-        self._source: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
-        # An exception set from Python is a value with a flag, which C++ (DDP's reducer) does not see. One raised
-        # in a callback becomes the future's own error, so the public future is a step behind the source.
-        self._future = self._source.then(lambda future: future.value())
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
 
     def finish(self, device_event: torch.cuda.Event | None = None) -> None:
         """Marks the result as written, on the device once `device_event` has passed. Called once, by the runner."""
         self._device_event = device_event
-        self._source.set_result(self._tensors)
+        self._known = True
+        self._future.set_result(self._tensors)
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
         """Marks the work as failed. Called once, by the runner."""
         self._error = error
-        # Without the exception's traceback, whose frames hold buffers.
-        self._source.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
+        self._known = True
+        self._future.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
         self._over.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -54,11 +53,12 @@ class Work(dist.Work):
                 which that collective's thread runs and which therefore must not wait.
             TimeoutError: the work is not over after `timeout`. It stays in flight.
         """
-        if self.runs_on is threading.current_thread() and not self._over.is_set():
-            raise RuntimeError(
-                f"{self._op}: a callback must not wait for a later collective on the same group"
-            )
-        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
+        if self.runs_on is threading.current_thread():
+            if not self._known:
+                raise RuntimeError(
+                    f"{self._op}: a callback must not wait for a later collective on the same group"
+                )
+        elif not self._over.wait(None if timeout is None else timeout.total_seconds()):
             raise TimeoutError(f"{self._op}: not finished after {timeout}")
         if self._error is not None:
             raise self._error
@@ -87,5 +87,9 @@ class Work(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of the tensors that the operation writes."""
+        """A torch.futures.Future of the list of the tensors that the operation writes.
+
+        A failure is an error to Python callers only, since torch keeps an exception set from Python as a value. What
+        hands the future to C++ (DDP's reducer) goes through `then(lambda future: future.value())`.
+        """
         return self._future
