@@ -36,12 +36,14 @@ template <Format F>
 AGOQ_HD constexpr auto codebook() {
   if constexpr (F == Format::nf4) {
     // QLoRA's NormalFloat, from quantiles of the normal distribution with an exact zero (arXiv 2305.14314).
+    // clang-format off
     return make_codebook<16>({
         -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
         -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
         0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
         0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
     });
+    // clang-format on
   } else if constexpr (F == Format::fp4_e2m1) {
     return make_codebook<8>({0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f});
   } else {

@@ -4,8 +4,8 @@
 // torch.ops.agoq.* from touching memory out of bounds.
 #pragma once
 
+#include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "../core/args.h"
@@ -32,7 +32,7 @@ inline Format take_format(const char* op, StringHandle handle) {
   const std::string name = take_string(handle);
   for (int i = 0; i < kNumFormats; ++i)
     if (name == kFormats[i].name) return static_cast<Format>(i);
-  STD_TORCH_CHECK(false, op, ": format must be a known format; got '", name, "'");
+  throw std::runtime_error(std::string(op) + ": format must be a known format; got '" + name + "'");
 }
 
 inline bool take_stochastic(const char* op, StringHandle handle) {
