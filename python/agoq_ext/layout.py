@@ -125,7 +125,9 @@ def check_format(op: str, format: str, *, argument: str = "format") -> None:
 def check_group_size(op: str, group_size: int) -> None:
     """Raises ValueError unless `group_size` is supported."""
     if group_size not in GROUP_SIZES:
-        raise ValueError(f"{op}: group_size must be one of {', '.join(map(str, GROUP_SIZES))}; got {group_size!r}")
+        raise ValueError(
+            f"{op}: group_size must be one of {', '.join(map(str, GROUP_SIZES))}; got {group_size!r}"
+        )
 
 
 def check_scale_dtype(op: str, scale_dtype: torch.dtype) -> None:

@@ -138,7 +138,12 @@ def quantize_out(
 
 
 def dequantize(
-    packed: Tensor, scales: Tensor, cols: int, format: str, group_size: int, dtype: torch.dtype = torch.float32
+    packed: Tensor,
+    scales: Tensor,
+    cols: int,
+    format: str,
+    group_size: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Values of the codes: `dtype` [rows, cols], saturated to the largest finite value of `dtype`."""
     _check_codec("dequantize", format, group_size)
@@ -236,7 +241,17 @@ def reduce_quantize_out(
     _check_offset(op, element_offset)
     seed = seed_tensor(op, rounding, seed, packed.device)
     _agoq.reduce_quantize_out(
-        packed, scales, cols, format, group_size, factor, rounding, seed, element_offset, out_packed, out_scales
+        packed,
+        scales,
+        cols,
+        format,
+        group_size,
+        factor,
+        rounding,
+        seed,
+        element_offset,
+        out_packed,
+        out_scales,
     )
 
 

@@ -255,7 +255,9 @@ def quantize(
     if rows * cols == 0:
         minimum = scale = g.new_zeros(rows, groups)
     elif fmt.has_min:
-        scale, minimum = _scale_and_min(grouped(torch.inf).amin(-1), grouped(-torch.inf).amax(-1), scale_dtype)
+        scale, minimum = _scale_and_min(
+            grouped(torch.inf).amin(-1), grouped(-torch.inf).amax(-1), scale_dtype
+        )
         minimum = torch.where(finite, minimum, 0.0)
     else:
         scale, minimum = _scale_of(g.abs().amax(-1), fmt.qmax, scale_dtype), g.new_zeros(rows, groups)

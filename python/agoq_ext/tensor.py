@@ -44,7 +44,9 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, `dtype` (default: the original dtype) of `shape`."""
         _, cols = layout.as_rows(self.shape)
-        out = ops.dequantize(self.packed, self.scales, cols, self.format, self.group_size, dtype or self.dtype)
+        out = ops.dequantize(
+            self.packed, self.scales, cols, self.format, self.group_size, dtype or self.dtype
+        )
         return out.reshape(self.shape)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> QuantizedTensor:

@@ -44,7 +44,7 @@ def compress_activations(model: nn.Module, policy: str | ActivationPolicy = "pap
 
     Args:
         model: LlamaForCausalLM, LlamaModel, or a module that contains one.
-        policy: "paper", "off" or an ActivationPolicy.
+        policy: "paper", "agoq", "off" or an ActivationPolicy.
 
     Raises:
         TypeError: `model` holds no Llama decoder layers of transformers.

@@ -69,9 +69,11 @@ class ActivationPolicy:
 
     @classmethod
     def named(cls, name: str) -> ActivationPolicy:
-        """The policy called "paper" or "off".
+        """The policy called "agoq", "paper" or "off".
 
-        "paper" stores in 4 bits what AGoQ (arXiv 2605.00539) stores in 4 bits, attention itself untouched.
+        "paper" stores in 4 bits what AGoQ (arXiv 2605.00539) stores in 4 bits, attention itself untouched. "agoq"
+        stores the inputs of norms and projections in 8 bits and gate and up, the bulk, in 4: the error of a norm's
+        input reaches every projection behind it and slows early training measurably (docs/activations.md).
         Raises ValueError for any other name.
         """
         return resolve_policy("ActivationPolicy.named", name)
@@ -102,7 +104,11 @@ class ActivationPolicy:
 
 
 _FOUR_BITS = TensorFormat()
+_EIGHT_BITS = TensorFormat("int8")
 POLICIES = {
+    "agoq": ActivationPolicy(
+        norm_input=_EIGHT_BITS, attention_output=_EIGHT_BITS, gate_up=_FOUR_BITS, mlp_input=_EIGHT_BITS
+    ),
     "paper": ActivationPolicy(
         norm_input=_FOUR_BITS, attention_output=_FOUR_BITS, gate_up=_FOUR_BITS, mlp_input=_FOUR_BITS
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UserError
 
-ACTIVATIONS = ("none", "paper")
+ACTIVATIONS = ("none", "agoq", "paper")
 GRADIENTS = ("fp32", "bf16", "int8", "int4")
 PRECISIONS = ("bf16", "fp32")
 VOCABULARY = 256
@@ -58,14 +58,14 @@ class TrainConfig:
     model_config: dict[str, Any] = field(default_factory=lambda: dict(MODELS["tiny"]))
     data: tuple[str, ...] = ()
     ranks: int = 1
-    activations: str = "paper"
+    activations: str = "agoq"
     gradients: str = "int8"
     precision: str = "bf16"
     steps: int = 500
     batch: int = 8
     seq: int = 128
     accumulate: int = 1
-    lr: float = 3e-3
+    lr: float = 1e-3
     weight_decay: float = 0.1
     seed: int = 0
     eval_every: int = 0

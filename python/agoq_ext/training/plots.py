@@ -13,7 +13,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLOURS = {"baseline": "#6b7280", "agoq": "#0f766e"}
-_LABELS = {"baseline": "baseline (BF16 activations, FP32 gradients)", "agoq": "AGoQ (4-bit, int8 gradients)"}
+_LABELS = {
+    "baseline": "baseline (BF16 activations, FP32 gradients)",
+    "agoq": "AGoQ (8- and 4-bit activations, int8 gradients)",
+}
+# A thick line and a thin dashed one on top of it stay apart where they coincide.
+_LINES: dict[str, dict[str, Any]] = {
+    "baseline": {"linewidth": 3.0},
+    "agoq": {"linewidth": 1.4, "linestyle": (0, (4, 2))},
+}
+_MARKERS = {"baseline": "o", "agoq": "x"}
+# The bound that the demo holds the validation loss to.
+_BOUND = 0.01
 _INK = "#1f2937"
 Records = dict[str, list[dict[str, Any]]]
 
@@ -28,7 +39,7 @@ def draw_all(folder: Path, report: dict[str, Any], records: Records) -> list[Pat
     figures = {
         "loss.png": draw_losses(records),
         "activation_bytes.png": draw_activations(report, list(records)),
-        "wire_bytes.png": draw_wire(records),
+        "wire_bytes.png": draw_wire(report, records),
     }
     paths = []
     for name, figure in figures.items():
@@ -39,25 +50,42 @@ def draw_all(folder: Path, report: dict[str, Any], records: Records) -> list[Pat
 
 
 def draw_losses(records: Records) -> Figure:
-    """Training loss of each step (thin), its running mean, and the validation losses (dots)."""
-    figure, axes = _axes("Loss: the same seed and data, with and without compression", "step", "nats a byte")
+    """Above: training loss as a running mean, validation losses as marks. Below: their ratio to the baseline's."""
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained"
+    )
+    _dress(upper, "Loss of the same model on the same data, with and without compression", "", "nats a byte")
+    _dress(lower, "Relative to the baseline", "step", "%")
+    base = next(iter(records))
     for name, run in records.items():
-        steps = [r["step"] for r in run if "train_loss" in r]
-        losses = [r["train_loss"] for r in run if "train_loss" in r]
-        axes.plot(steps, losses, color=COLOURS[name], alpha=0.25, linewidth=0.7)
-        axes.plot(steps, _running_mean(losses), color=COLOURS[name], linewidth=1.6, label=_LABELS[name])
-        marks = [r for r in run if "val_loss" in r]
-        marker = {"baseline": "o", "agoq": "x"}[name]
-        axes.plot(
-            [r["step"] for r in marks],
-            [r["val_loss"] for r in marks],
-            marker,
+        steps, losses = _column(run, "train_loss")
+        marks, validations = _column(run, "val_loss")
+        label = f"{_LABELS[name]}: {validations[-1]:.4f}"
+        upper.plot(steps, losses, color=COLOURS[name], alpha=0.15, linewidth=0.7)
+        upper.plot(steps, _running_mean(losses), color=COLOURS[name], **_LINES[name])
+        upper.plot(
+            marks,
+            validations,
+            _MARKERS[name],
             color=COLOURS[name],
-            markersize=6 if marker == "x" else 8,
+            markersize=7,
             markerfacecolor="none",
-            label=f"validation: {marks[-1]['val_loss']:.4f} at the end",
+            label=label,
         )
-    axes.legend(frameon=False)
+        if name != base:
+            means = [_running_mean(_column(records[n], "train_loss")[1]) for n in (base, name)]
+            lower.plot(
+                steps, _percent(*means), color=COLOURS[name], linewidth=1.2, label="training, running mean"
+            )
+            theirs = _column(records[base], "val_loss")[1]
+            lower.plot(marks, _percent(theirs, validations), "x", color=COLOURS[name], label="validation")
+    for sign in (-1, 1):
+        lower.axhline(sign * _BOUND * 100, color=_INK, linewidth=0.8, linestyle=":")
+    lower.axhline(0, color=COLOURS[base], linewidth=0.8)
+    limit = max(2 * _BOUND * 100, max(abs(y) for line in lower.lines for y in line.get_ydata()) * 1.1)
+    lower.set_ylim(-limit, limit)
+    upper.legend(frameon=False, title="validation loss at the end", alignment="left")
+    lower.legend(frameon=False, ncols=2, loc="upper right", fontsize=8)
     return figure
 
 
@@ -88,41 +116,62 @@ def draw_activations(report: dict[str, Any], runs: list[str]) -> Figure:
     return figure
 
 
-def draw_wire(records: Records) -> Figure:
-    """Bytes that all ranks together have sent, by step."""
-    figure, axes = _axes("Gradient bytes sent by all ranks together (counted)", "step", "MB")
+def draw_wire(report: dict[str, Any], records: Records) -> Figure:
+    """Bytes that all ranks together have sent for gradients, by step."""
+    figure, axes = _axes("Gradient bytes sent by all ranks together", "step", "MB")
     for name, run in records.items():
-        steps = [0] + [r["step"] for r in run if "wire_bytes" in r]
-        sent = [0.0] + [r["wire_bytes"] / 1e6 for r in run if "wire_bytes" in r]
-        axes.plot(steps, sent, color=COLOURS[name], linewidth=1.8, label=_LABELS[name])
+        steps, sent = _column(run, "wire_bytes")
+        sent = [count / 1e6 for count in sent]
+        axes.plot([0, *steps], [0, *sent], color=COLOURS[name], linewidth=1.8, label=_LABELS[name])
+        kernel = report[name]["kernel_written_bytes"]
         axes.annotate(
-            f"{sent[-1]:,.0f} MB",
+            f"{sent[-1]:,.0f} MB" + (f" (kernel: {kernel / 1e6:,.0f} MB)" if kernel else ""),
             (steps[-1], sent[-1]),
             xytext=(-4, 6),
             textcoords="offset points",
             ha="right",
             color=COLOURS[name],
         )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.legend(frameon=False, loc="upper left")
+    figure.supxlabel(
+        "int8: bytes of the messages sent. FP32: by convention 2 (ranks - 1) / ranks of the payload of each all-reduce.\n"
+        "In brackets: bytes written during steps, gradients and status, as the kernel counted them.",
+        fontsize=8,
+        color=_INK,
+    )
     return figure
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    _dress(axes, title, x, y)
+    return figure, axes
+
+
+def _dress(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+
+
+def _column(run: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the records that hold `key`."""
+    return [r["step"] for r in run if key in r], [r[key] for r in run if key in r]
+
+
+def _percent(base: list[float], values: list[float]) -> list[float]:
+    return [100 * (value / reference - 1) for reference, value in zip(base, values, strict=True)]
 
 
 def _running_mean(values: list[float]) -> list[float]:
-    """Mean of each value and those before it, up to a twentieth of all."""
-    width = max(1, len(values) // 20)
+    """Mean over a window around each value, a twentieth of all wide."""
+    half = max(1, len(values) // 40)
     means = []
     for i in range(len(values)):
-        window = values[max(0, i + 1 - width) : i + 1]
+        window = values[max(0, i - half) : i + half + 1]
         means.append(sum(window) / len(window))
     return means
