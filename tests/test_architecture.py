@@ -39,7 +39,7 @@ FOREIGN_HEADERS = {
 
 # The parts of the Python package and the parts each may import besides itself. A sub-package is one part.
 BASE = {"_version", "errors"}
-TENSORS = {"layout", "ops", "tensor"}
+TENSORS = {"layout", "ops", "fused_ops", "tensor"}
 AUTOGRAD = TENSORS | {"autograd", "nn"}
 COLLECTIVES = TENSORS | {"collectives"}
 MODULES_USED = {
@@ -49,6 +49,8 @@ MODULES_USED = {
     "layout": BASE,
     "reference": BASE | {"layout"},
     "ops": BASE | {"_native", "layout"},
+    "reference_fused": BASE | {"layout", "reference"},
+    "fused_ops": BASE | {"layout", "ops"},
     "tensor": BASE | {"layout", "ops"},
     "autograd": BASE | TENSORS,
     "nn": BASE | AUTOGRAD,

@@ -43,7 +43,10 @@ def test_sizes_are_equal(numel: int, format: str, group_size: int, scale_dtype: 
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
 @hypothesis.given(
-    rows=st.integers(1, 2**24), cols=st.integers(1, 2**34), format=st.sampled_from(list(FORMATS)), data=st.data()
+    rows=st.integers(1, 2**24),
+    cols=st.integers(1, 2**34),
+    format=st.sampled_from(list(FORMATS)),
+    data=st.data(),
 )
 def test_block_addresses_beyond_32_bits(rows: int, cols: int, format: str, data: st.DataObject) -> None:
     row = data.draw(st.integers(0, rows - 1))

@@ -21,10 +21,11 @@ __global__ void __launch_bounds__(kBlockThreads) accumulate_kernel(AccumulateArg
   if (o.stored) decode_octet<F>(a.inout, o, kFloatMax, decoder, sum);
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) sum[i] = i < o.valid ? add_rn(sum[i], mul_rn(x[i], a.factor)) : 0.0f;
+  __syncwarp(); // all lanes of a group have read its scale before the first one replaces it: shuffles order no memory
   encode_octet<F, Stochastic>(sum, a.inout, o, a.rounding);
 }
 
-}  // namespace
+} // namespace
 
 int launch_accumulate(const AccumulateArgs& args, void* stream) {
   AccumulateArgs a = args;
@@ -34,11 +35,12 @@ int launch_accumulate(const AccumulateArgs& args, void* stream) {
   return with_format(a.inout.format, [&](auto f) {
     return with_bool(a.rounding.stochastic, [&](auto stochastic) {
       return with_bool(rows_are_aligned(a.x), [&](auto vec) {
-        constexpr auto kernel = accumulate_kernel<decltype(f)::value, decltype(stochastic)::value, decltype(vec)::value>;
+        constexpr auto kernel =
+            accumulate_kernel<decltype(f)::value, decltype(stochastic)::value, decltype(vec)::value>;
         return AGOQ_LAUNCH(kernel, config, a);
       });
     });
   });
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda

@@ -1,4 +1,5 @@
-// dequantize: value(code) * scale (uint4: + min) in FP32, saturated and rounded to the output's dtype (docs/formats.md).
+// dequantize: value(code) * scale (uint4: + min) in FP32, saturated and rounded to the output's dtype
+// (docs/formats.md).
 //
 // codes uint8 [rows, row_bytes], scales [rows, groups(, 2)] -> out [rows, cols] float32, float16 or bfloat16.
 // A thread decodes eight consecutive elements (octet.cuh). One pass over memory.
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(kBlockThreads) dequantize_kernel(DequantizeArg
   store_octet<Vec>(v, a.out, o);
 }
 
-}  // namespace
+} // namespace
 
 int launch_dequantize(const DequantizeArgs& args, void* stream) {
   DequantizeArgs a = args;
@@ -35,4 +36,4 @@ int launch_dequantize(const DequantizeArgs& args, void* stream) {
   });
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda

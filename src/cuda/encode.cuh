@@ -109,4 +109,4 @@ __device__ __forceinline__ void encode_octet(const float (&v)[kOctet], const Pac
   store_codes<FormatTraits<F>::bits>(codes, out, o);
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda

@@ -15,4 +15,15 @@ int launch_reduce_quantize(const ReduceQuantizeArgs& args, void* stream);
 // The total into `sum`, and whether it is NaN into `nonfinite`; both device pointers.
 int launch_norm(const NormArgs& args, double* sum, bool* nonfinite, void* stream);
 
-}  // namespace agoq::cuda
+// Fused with quantization. Weight, bias and dense tensors that are absent have null data.
+int launch_rms_norm_quantize(const RowNormQuantizeArgs& args, void* stream);
+int launch_rms_norm_backward(const RowNormBackwardArgs& args, void* stream); // a block for each part
+int launch_layer_norm_quantize(const RowNormQuantizeArgs& args, void* stream);
+int launch_layer_norm_backward(const RowNormBackwardArgs& args, void* stream);
+int launch_part_sum(const PartSumArgs& args, void* stream);
+int launch_swiglu_quantize(const SwigluQuantizeArgs& args, void* stream);
+int launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream);
+int launch_gelu_quantize(const GeluQuantizeArgs& args, void* stream);
+int launch_gelu_backward(const GeluBackwardArgs& args, void* stream);
+
+} // namespace agoq::cuda

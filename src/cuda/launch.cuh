@@ -15,7 +15,7 @@
 //   AGOQ_DYNAMIC_SHARED(tiles);  // unsigned char* tiles
 #if defined(__CUDACC__)
 #define AGOQ_SHARED(type, name, dims) __shared__ type name dims
-#define AGOQ_DYNAMIC_SHARED(name)                                              \
+#define AGOQ_DYNAMIC_SHARED(name)                                               \
   extern __shared__ __align__(1024) unsigned char agoq_dynamic_shared_memory[]; \
   unsigned char* const name = agoq_dynamic_shared_memory
 #endif // elsewhere cuda_runtime.h defines both
@@ -30,7 +30,7 @@ struct LaunchConfig {
 
 // Starts `kernel(args...)` and returns the cudaError_t of the launch as int; 0 is success.
 template <class... Params, class... Args>
-int launch(const char* /*name*/, void (*kernel)(Params...), const LaunchConfig& config, Args... args) {
+int launch(void (*kernel)(Params...), const LaunchConfig& config, Args... args) {
   if (config.dynamic_shared_bytes > 48 * 1024) {
     const cudaError_t status =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -45,7 +45,7 @@ int launch(const char* /*name*/, void (*kernel)(Params...), const LaunchConfig& 
   return cudaLaunchKernelEx(&c, kernel, Params(args)...);
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda
 
 // AGOQ_LAUNCH((kernel<A, B>), config, args...): the parentheses keep the commas of the template arguments together.
-#define AGOQ_LAUNCH(kernel, config, ...) ::agoq::cuda::launch(#kernel, kernel, config, __VA_ARGS__)
+#define AGOQ_LAUNCH(kernel, config, ...) ::agoq::cuda::launch(kernel, config, __VA_ARGS__)

@@ -1,4 +1,5 @@
-// norm: the sum of squares of the decoded values, FP64, in the order of docs/formats.md ("Norm"), and whether it is NaN.
+// norm: the sum of squares of the decoded values, FP64, in the order of docs/formats.md ("Norm"), and whether it is
+// NaN.
 //
 // First kernel: one warp a chunk of 16384 elements of a row. The lanes decode 256 elements at a time, eight each, into
 // shared memory; then lane j adds the squares of elements j, j + 32, ... to its FP64 sum, and at the end of the chunk
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kBlockThreads) norm_kernel(NormArgs a) {
     const int64_t col = start + lane * kOctet, left = last - col;
     const int valid = left <= 0 ? 0 : left < kOctet ? static_cast<int>(left) : kOctet;
     float v[kOctet] = {};
-    if (valid > 0) decode_octet<F>(a.in, {row, row * groups + col / a.in.group_size, col, valid, true}, kFloatMax, decoder, v);
+    if (valid > 0)
+      decode_octet<F>(a.in, {row, row * groups + col / a.in.group_size, col, valid, true}, kFloatMax, decoder, v);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) values[warp][lane * kOctet + i] = i < valid ? v[i] : 0.0f;
     __syncwarp();
@@ -53,7 +55,8 @@ __global__ void __launch_bounds__(kBlockThreads) norm_kernel(NormArgs a) {
   if (lane == 0) a.partial[chunk] = sum;
 }
 
-__global__ void __launch_bounds__(32) norm_total_kernel(const double* partial, int64_t count, double* sum, bool* nonfinite) {
+__global__ void __launch_bounds__(32)
+    norm_total_kernel(const double* partial, int64_t count, double* sum, bool* nonfinite) {
   double lane_sum = 0.0;
   for (int64_t i = threadIdx.x; i < count; i += kNormLanes) lane_sum += partial[i];
   const double total = add_lanes_in_halves(lane_sum);
@@ -62,7 +65,7 @@ __global__ void __launch_bounds__(32) norm_total_kernel(const double* partial, i
   *sum = total != total ? static_cast<double>(bits_float(kFloatNan)) : total;
 }
 
-}  // namespace
+} // namespace
 
 int launch_norm(const NormArgs& a, double* sum, bool* nonfinite, void* stream) {
   const int64_t chunks = a.in.rows * ceil_div(a.in.cols, kNormChunk);
@@ -78,4 +81,4 @@ int launch_norm(const NormArgs& a, double* sum, bool* nonfinite, void* stream) {
   return AGOQ_LAUNCH(norm_total_kernel, config, a.partial, chunks, sum, nonfinite);
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda

@@ -195,4 +195,4 @@ __device__ __forceinline__ void store_scale(const Packed& p, int64_t i, float va
     static_cast<uint16_t*>(p.scales)[i] = static_cast<uint16_t>(float_bits(value) >> 16);
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda

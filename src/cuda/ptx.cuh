@@ -62,27 +62,25 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // One thread initialises, then a block barrier; a phase completes after `arrivals` arrivals and all expected bytes.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, unsigned arrivals) {
-  AGOQ_ASM_SM90("mbarrier.init.shared::cta.b64 [%0], %1;\n fence.mbarrier_init.release.cluster;" ::"r"(
-                    shared_address(barrier)),
-                "r"(arrivals)
-                : "memory");
+  AGOQ_ASM_SM90(
+      "mbarrier.init.shared::cta.b64 [%0], %1;\n fence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier)),
+      "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   AGOQ_ASM_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, unsigned bytes) {
-  AGOQ_ASM_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                : "memory");
+  AGOQ_ASM_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                "r"(bytes) : "memory");
 }
 // Waits for the phase of this parity: 0 for the first, then 1, 0, ...
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, unsigned parity) {
   uint32_t complete = 1;
   do {
     AGOQ_ASM_SM90(
-        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(complete)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(
+            complete) : "r"(shared_address(barrier)),
+        "r"(parity) : "memory");
   } while (complete == 0);
 }
 // One thread copies `bytes`, a multiple of 16, from global to shared memory, both 16-byte aligned; the copy arrives on
@@ -90,8 +88,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, unsigned parity
 __device__ __forceinline__ void bulk_copy_to_shared(void* to, const void* from, unsigned bytes, uint64_t* barrier) {
   AGOQ_ASM_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                     shared_address(to)),
-                "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                : "memory");
+                "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 #undef AGOQ_ASM_SM90
 
@@ -114,7 +111,10 @@ __device__ __forceinline__ void ldmatrix(uint32_t (&r)[Matrices], const void* ro
                  : "r"(p)
                  : "memory");
   else if constexpr (Matrices == 2 && !Transposed)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(p) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(p)
+                 : "memory");
   else if constexpr (Matrices == 2)
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1])
@@ -136,6 +136,6 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-}  // namespace agoq::ptx
+} // namespace agoq::ptx
 
 #endif

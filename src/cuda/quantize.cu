@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kBlockThreads) quantize_kernel(QuantizeArgs a)
   encode_octet<F, Stochastic>(v, a.out, o, a.rounding);
 }
 
-}  // namespace
+} // namespace
 
 int launch_quantize(const QuantizeArgs& args, void* stream) {
   QuantizeArgs a = args;
@@ -34,4 +34,4 @@ int launch_quantize(const QuantizeArgs& args, void* stream) {
   });
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda

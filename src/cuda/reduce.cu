@@ -1,5 +1,5 @@
-// reduce: factor * (the sum of W shards in order, in FP32), stored dense or encoded again; the local step of a quantized
-// all-reduce.
+// reduce: factor * (the sum of W shards in order, in FP32), stored dense or encoded again; the local step of a
+// quantized all-reduce.
 //
 // Shards are codes and scales of equal [rows, cols] tensors, a fixed stride apart (the messages of a receive buffer).
 // A thread sums its eight elements over all shards in registers (octet.cuh): every shard is read once.
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kBlockThreads) reduce_quantize_kernel(ReduceQu
   encode_octet<F, Stochastic>(sum, a.out, o, a.rounding);
 }
 
-}  // namespace
+} // namespace
 
 int launch_reduce(const ReduceArgs& args, void* stream) {
   ReduceArgs a = args;
@@ -78,4 +78,4 @@ int launch_reduce_quantize(const ReduceQuantizeArgs& a, void* stream) {
   });
 }
 
-}  // namespace agoq::cuda
+} // namespace agoq::cuda

@@ -81,4 +81,78 @@ struct NormArgs {
   double* partial; // one sum for each chunk, row-major
 };
 
-}  // namespace agoq
+// --- fused with quantization ---------------------------------------------------------------------------------
+
+// A pointer of an absent tensor (Dense::data, Packed::codes) is null.
+
+// Normalization of rows. RMS: weight * round(x * rstd), the inner rounding to x's dtype; centered (LayerNorm):
+// (x - mean) * rstd * weight + bias. Weight and bias are [cols]; a bias may be absent, and so may LayerNorm's weight.
+struct RowNorm {
+  bool centered;
+  Dense weight, bias;
+  float eps;
+};
+
+// y <- norm(x), out <- encode(x)
+struct RowNormQuantizeArgs {
+  Dense x;
+  RowNorm norm;
+  Dense y;
+  Packed out;
+};
+
+// From packed x: y <- norm(x), and for an upstream dy the gradients of x (dx, in x's dtype) and of weight and bias.
+// dweight and dbias are FP32 [parts, cols]: row i of them sums the rows of part i, rows_per_part(rows, parts) in order.
+// Outputs that are not wanted are absent, and dy is where no gradient is wanted.
+struct RowNormBackwardArgs {
+  Packed in;
+  DType dtype; // of the x that was packed
+  RowNorm norm;
+  Dense dy;
+  Dense dx, y;
+  float *dweight, *dbias;
+  int64_t parts;
+};
+AGOQ_HD constexpr int64_t rows_per_part(int64_t rows, int64_t parts) { return (rows + parts - 1) / parts; }
+
+// out[c] <- the sum of partial[p, c] over p in order
+struct PartSumArgs {
+  const float* partial; // [parts, cols]
+  int64_t parts, cols;
+  float* out;
+};
+
+// h <- round(silu(gate)) * up, gate_out <- encode(gate), up_out <- encode(up) unless absent
+struct SwigluQuantizeArgs {
+  Dense gate, up;
+  Dense h;
+  Packed gate_out, up_out;
+};
+
+// From packed gate and up, decoded to their dtypes: h as above, and for an upstream dh the gradients of both.
+// Up is absent where only dup is wanted.
+struct SwigluBackwardArgs {
+  Packed gate, up;
+  DType gate_dtype, up_dtype;
+  Dense dh;
+  Dense dgate, dup, h;
+};
+
+// y <- gelu(x), out <- encode(x); by erf, or by PyTorch's tanh approximation
+struct GeluQuantizeArgs {
+  bool tanh;
+  Dense x;
+  Dense y;
+  Packed out;
+};
+
+// From packed x, decoded to its dtype: y as above, and for an upstream dy the gradient of x.
+struct GeluBackwardArgs {
+  bool tanh;
+  Packed in;
+  DType dtype;
+  Dense dy;
+  Dense dx, y;
+};
+
+} // namespace agoq

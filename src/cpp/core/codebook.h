@@ -30,8 +30,8 @@ AGOQ_HD constexpr Codebook<N> make_codebook(const float (&values)[N]) {
   return book;
 }
 
-// The code book of a format: nf4's values, or the magnitudes of a 4-bit float (the index is the pattern without its sign).
-// A function, called into a local constexpr, because device code may not index a host constant.
+// The code book of a format: nf4's values, or the magnitudes of a 4-bit float (the index is the pattern without its
+// sign). A function, called into a local constexpr, because device code may not index a host constant.
 template <Format F>
 AGOQ_HD constexpr auto codebook() {
   if constexpr (F == Format::nf4) {
@@ -52,4 +52,4 @@ AGOQ_HD constexpr auto codebook() {
   }
 }
 
-}  // namespace agoq
+} // namespace agoq

@@ -215,4 +215,4 @@ AGOQ_HD constexpr float decode_scaled(uint32_t code, float scale, float min, flo
   return saturate(FormatTraits<F>::has_min ? add_rn(product, min) : product, limit);
 }
 
-}  // namespace agoq
+} // namespace agoq

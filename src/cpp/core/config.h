@@ -44,4 +44,4 @@ AGOQ_HD float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c)
 AGOQ_HD constexpr uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 AGOQ_HD constexpr float bits_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 
-}  // namespace agoq
+} // namespace agoq

@@ -57,4 +57,4 @@ AGOQ_HD constexpr float saturate(float x, float limit) {
   return low > limit ? limit : low;
 }
 
-}  // namespace agoq
+} // namespace agoq

@@ -22,8 +22,8 @@ struct FormatInfo {
 };
 
 inline constexpr FormatInfo kFormats[kNumFormats] = {
-    {"int8", 8, 127.0f, 0},  {"int6", 6, 31.0f, 32},    {"int5", 5, 15.0f, 16},    {"int4", 4, 7.0f, 8},
-    {"uint4", 4, 15.0f, 0},  {"nf4", 4, 1.0f, 7},       {"fp4_e2m1", 4, 6.0f, 0},  {"fp4_e3m0", 4, 1.0f, 0},
+    {"int8", 8, 127.0f, 0},     {"int6", 6, 31.0f, 32},       {"int5", 5, 15.0f, 16},   {"int4", 4, 7.0f, 8},
+    {"uint4", 4, 15.0f, 0},     {"nf4", 4, 1.0f, 7},          {"fp4_e2m1", 4, 6.0f, 0}, {"fp4_e3m0", 4, 1.0f, 0},
     {"fp8_e4m3", 8, 448.0f, 0}, {"fp8_e5m2", 8, 57344.0f, 0},
 };
 
@@ -70,4 +70,4 @@ AGOQ_HD decltype(auto) with_bool(bool value, Fn&& f) {
   return value ? f(BoolTag<true>{}) : f(BoolTag<false>{});
 }
 
-}  // namespace agoq
+} // namespace agoq

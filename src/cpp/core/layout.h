@@ -47,4 +47,4 @@ AGOQ_HD constexpr BlockOffsets block_offsets(int64_t block, int64_t padded) {
   return {block * 16, padded / 2 + block * 4, padded / 2 + padded / 8 + block * 4};
 }
 
-}  // namespace agoq
+} // namespace agoq

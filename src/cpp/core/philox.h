@@ -31,4 +31,4 @@ AGOQ_HD constexpr float uniform(uint32_t word) {
   return static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f; // 2^-24
 }
 
-}  // namespace agoq
+} // namespace agoq

@@ -47,4 +47,4 @@ AGOQ_HD GroupScale asymmetric_scale(float low, float high, bool finite, DType sc
 AGOQ_HD constexpr bool scale_is_usable(float scale) { return scale > 0.0f && scale <= kFloatMax; }
 AGOQ_HD constexpr bool is_finite(float x) { return (float_bits(x) & kFloatInf) != kFloatInf; }
 
-}  // namespace agoq
+} // namespace agoq

@@ -69,4 +69,4 @@ double lane_sum(const double* values, int64_t count) {
   return lanes[0];
 }
 
-}  // namespace agoq::cpu
+} // namespace agoq::cpu

@@ -31,4 +31,4 @@ const KernelTable& kernels(Isa isa);
 // Sums `count` values in norm's order: lane j of 32 adds values j, j + 32, ..., then the lanes are added in halves.
 double lane_sum(const double* values, int64_t count);
 
-}  // namespace agoq::cpu
+} // namespace agoq::cpu

@@ -1,9 +1,10 @@
 // The CPU kernels, written once and compiled for each instruction set in a namespace of its own.
 //
-// A kernel walks over groups of at most 256 elements. Its four steps are functions on one group, picked by format and
-// dtype before the walk: load (elements to FP32), encode (FP32 to codes and scale), decode, store. Everything between
-// them is FP32 in a buffer that stays in the first-level cache.
+// A kernel walks over groups of at most 256 elements, block by block of 32. What is done with a block comes from
+// block_simd.h (vectors of vec_avx2.h or vec_avx512.h) or block_portable.h (loops); the kernels are the same. Between
+// decoding and encoding, values are FP32 in buffers that stay in the first-level cache.
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -16,316 +17,182 @@
 #include "kernels.h"
 
 namespace agoq::cpu::AGOQ_ISA_NAMESPACE {
+// Unnamed, and everything in it inlined or local to the file, so that no code compiled for a wider instruction set can
+// be linked in for a narrower one.
 namespace {
 
-#include "block.h"
-
-// One group of a [rows, cols] tensor.
-struct Group {
-  int64_t row;
-  int64_t index;    // in its row
-  int64_t position; // of its scale, in row-major [rows, groups]
-  int64_t col;      // first element
-  int size;         // elements; the last group of a row may be short
-  int blocks() const { return static_cast<int>(ceil_div(size, kBlock)); }
+// Of the values of a group: the largest magnitude (NaN or Inf if there is one), and where asked for the extremes.
+struct Extremes {
+  float magnitude;
+  float low, high;
 };
 
-// Calls f(Group) for the groups [begin, end) of `p`.
+// What values are divided by: the stored scale, after subtracting min. An ordinary scale may be divided by through its
+// inverse (encode_simd.h).
+struct Divisor {
+  float scale, min, inverse;
+  bool ordinary;
+};
+inline constexpr float kOrdinaryLow = 0x1p-85f, kOrdinaryHigh = 0x1p100f;
+
+// Outputs of at least this many bytes bypass the caches.
+inline constexpr int64_t kStreamBytes = int64_t{1} << 25;
+
+// Asks memory for the line at p + ahead, which may be no address at all.
+AGOQ_HD void prefetch(const void* p, int64_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead)));
+}
+
+// Each builds on those before it.
+// clang-format off
+#if defined(__AVX512F__)
+#include "vec_avx512.h"
+#elif defined(__AVX2__)
+#include "vec_avx2.h"
+#endif
+#if defined(__AVX2__)
+#include "block_simd.h"
+#include "decode_simd.h"
+#include "encode_simd.h"
+#include "stochastic_portable.h"
+#include "stochastic_simd.h"
+#else
+#include "block_portable.h"
+#include "stochastic_portable.h"
+#endif
+#include "stochastic.h"
+#include "runs.h"
+#include "encode_run.h"
+#include "decode_run.h"
+// clang-format on
+
+// --- picking functions ---------------------------------------------------------------------------------------
+
+// Calls f(tag with the DType as ::value).
 template <class Fn>
-inline void for_each_group(const Packed& p, int64_t begin, int64_t end, Fn&& f) {
-  const int64_t groups = num_groups(p.cols, p.group_size);
-  int64_t row = begin / groups, index = begin % groups;
-  for (int64_t position = begin; position < end; ++position) {
-    const int64_t col = index * p.group_size;
-    const int64_t left = p.cols - col;
-    f(Group{row, index, position, col, static_cast<int>(left < p.group_size ? left : p.group_size)});
-    if (++index == groups) index = 0, ++row;
+decltype(auto) with_dtype(DType dtype, Fn&& f) {
+  switch (dtype) {
+    case DType::float32: return f(std::integral_constant<DType, DType::float32>{});
+    case DType::float16: return f(std::integral_constant<DType, DType::float16>{});
+    default: return f(std::integral_constant<DType, DType::bfloat16>{});
   }
 }
 
-// --- scales --------------------------------------------------------------------------------------------------
+inline bool needs_range(Format format) { return format == Format::uint4; }
 
-inline float load_scale(const void* scales, DType dtype, int64_t i) {
-  return dtype == DType::float32 ? static_cast<const float*>(scales)[i]
-                                 : bfloat_to_float(static_cast<const uint16_t*>(scales)[i]);
+inline SumFn pick_sum(Format format) {
+  return with_format(format, [](auto f) -> SumFn { return sum_shards<decltype(f)::value>; });
 }
-
-// `value` is a value of the scale's dtype.
-inline void store_scale(void* scales, DType dtype, int64_t i, float value) {
-  if (dtype == DType::float32)
-    static_cast<float*>(scales)[i] = value;
-  else
-    static_cast<uint16_t*>(scales)[i] = static_cast<uint16_t>(float_bits(value) >> 16);
-}
-
-// Extremes are found on integers, which compilers vectorize: magnitudes order like their bits, and signed values like
-// their bits with the lower 31 flipped below zero.
-template <Format F>
-inline GroupScale group_scale(const float* v, int count, DType scale_dtype) {
-  int32_t amax = 0;
-  for (int i = 0; i < count; ++i) {
-    const int32_t magnitude = static_cast<int32_t>(float_bits(v[i]) & 0x7FFFFFFFu);
-    amax = magnitude > amax ? magnitude : amax;
-  }
-  const bool finite = static_cast<uint32_t>(amax) < kFloatInf;
-  if constexpr (FormatTraits<F>::has_min) {
-    int32_t low = INT32_MAX, high = INT32_MIN;
-    for (int i = 0; i < count; ++i) {
-      const int32_t bits = static_cast<int32_t>(float_bits(v[i]));
-      const int32_t key = bits ^ ((bits >> 31) & 0x7FFFFFFF);
-      low = key < low ? key : low;
-      high = key > high ? key : high;
-    }
-    const auto value = [](int32_t key) { return bits_float(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7FFFFFFF))); };
-    return asymmetric_scale(value(low), value(high), finite, scale_dtype);
-  }
-  return {symmetric_scale(bits_float(static_cast<uint32_t>(amax)), FormatTraits<F>::qmax, scale_dtype), 0.0f};
-}
-
-// --- the four steps ------------------------------------------------------------------------------------------
-
-// Uniforms of the elements first, first + 1, ...: the counter advances every fourth element.
-struct Randoms {
-  alignas(64) float storage[kMaxGroup + 32];
-  int skip = 0;
-
-  const float* at(int block) const { return storage + skip + block * kBlock; }
-
-  void fill(uint64_t seed, uint64_t first, int count) {
-    constexpr int kWide = 8;
-    const uint64_t counter = first / 4;
-    skip = static_cast<int>(first % 4);
-    for (int c = 0; 4 * c < skip + count; c += kWide) {
-      uint32_t words[4][kWide];
-      for (int i = 0; i < kWide; ++i) {
-        const PhiloxWords w = philox(seed, counter + static_cast<uint64_t>(c + i));
-        for (int k = 0; k < 4; ++k) words[k][i] = w.word[k];
-      }
-      for (int i = 0; i < kWide; ++i)
-        for (int k = 0; k < 4; ++k) storage[4 * (c + i) + k] = uniform(words[k][i]);
-    }
-  }
-};
-
-// Elements of a group as FP32, in `buffer` or in place. The rest of the last block repeats the first element, which
-// changes no extreme.
-template <DType D>
-const float* load_group(const Dense& x, const Group& g, float* buffer) {
-  const int64_t offset = g.row * x.row_stride + g.col;
-  if constexpr (D == DType::float32)
-    if (g.size % kBlock == 0) return static_cast<const float*>(x.data) + offset;
-  load_elements<D>(x.data, offset, g.size, buffer);
-  for (int i = g.size; i < g.blocks() * kBlock; ++i) buffer[i] = buffer[0];
-  return buffer;
-}
-
-template <Format F, bool Stochastic>
-void encode_group(const float* v, const Packed& out, const Group& g, const Randoms& randoms) {
-  constexpr int bits = FormatTraits<F>::bits;
-  constexpr uint8_t zero = static_cast<uint8_t>(FormatTraits<F>::zero_code);
-  const GroupScale s = group_scale<F>(v, g.blocks() * kBlock, out.scale_dtype);
-  if constexpr (FormatTraits<F>::has_min) {
-    store_scale(out.scales, out.scale_dtype, 2 * g.position, s.scale);
-    store_scale(out.scales, out.scale_dtype, 2 * g.position + 1, s.min);
-  } else {
-    store_scale(out.scales, out.scale_dtype, g.position, s.scale);
-  }
-  const int64_t padded = padded_cols(out.cols);
-  uint8_t* row = out.codes + g.row * row_bytes(out.cols, bits);
-  const int64_t first = g.col / kBlock;
-  const bool usable = scale_is_usable(s.scale);
-  for (int b = 0; b < g.blocks(); ++b) {
-    alignas(64) uint8_t codes[kBlock];
-    if (usable) {
-      const float* x = v + b * kBlock;
-      alignas(64) uint32_t wide[kBlock];
-      for (int i = 0; i < kBlock; ++i) {
-        const float t = div_rn(FormatTraits<F>::has_min ? sub_rn(x[i], s.min) : x[i], s.scale);
-        if constexpr (Stochastic)
-          wide[i] = encode_stochastic<F>(t, randoms.at(b)[i]);
-        else
-          wide[i] = encode_nearest<F>(t);
-      }
-      for (int i = 0; i < kBlock; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
-      for (int i = g.size - b * kBlock; i < kBlock; ++i) codes[i] = zero;
-    } else {
-      std::memset(codes, zero, kBlock);
-    }
-    pack_block<bits>(codes, row, first + b, padded);
-  }
-}
-
-// Whole blocks of values, saturated to `limit`; NaN throughout if the scale (or uint4's min) is not finite.
-template <Format F>
-void decode_group(const Packed& in, const Group& g, float limit, float* values) {
-  constexpr int bits = FormatTraits<F>::bits;
-  float scale, min = 0.0f;
-  if constexpr (FormatTraits<F>::has_min) {
-    scale = load_scale(in.scales, in.scale_dtype, 2 * g.position);
-    min = load_scale(in.scales, in.scale_dtype, 2 * g.position + 1);
-  } else {
-    scale = load_scale(in.scales, in.scale_dtype, g.position);
-  }
-  if (!is_finite(scale) || !is_finite(min)) {
-    for (int i = 0; i < g.blocks() * kBlock; ++i) values[i] = bits_float(kFloatNan);
-    return;
-  }
-  const int64_t padded = padded_cols(in.cols);
-  const uint8_t* row = in.codes + g.row * row_bytes(in.cols, bits);
-  const int64_t first = g.col / kBlock;
-  for (int b = 0; b < g.blocks(); ++b) {
-    alignas(64) uint8_t codes[kBlock];
-    alignas(64) float decoded[kBlock];
-    unpack_block<bits>(row, first + b, padded, codes);
-    decode_block<F>(codes, decoded);
-    float* out = values + b * kBlock;
-    for (int i = 0; i < kBlock; ++i) {
-      const float product = mul_rn(decoded[i], scale);
-      out[i] = saturate(FormatTraits<F>::has_min ? add_rn(product, min) : product, limit);
-    }
-  }
-}
-
-template <DType D>
-void store_group(const float* values, const Dense& out, const Group& g) {
-  store_elements<D>(values, g.size, out.data, g.row * out.row_stride + g.col);
-}
-
-// --- picking the steps ---------------------------------------------------------------------------------------
-
-using LoadFn = const float* (*)(const Dense&, const Group&, float*);
-using EncodeFn = void (*)(const float*, const Packed&, const Group&, const Randoms&);
-using DecodeFn = void (*)(const Packed&, const Group&, float, float*);
-using StoreFn = void (*)(const float*, const Dense&, const Group&);
-
-inline LoadFn pick_load(DType d) {
-  return d == DType::float32   ? load_group<DType::float32>
-         : d == DType::float16 ? load_group<DType::float16>
-                               : load_group<DType::bfloat16>;
-}
-inline StoreFn pick_store(DType d) {
-  return d == DType::float32   ? store_group<DType::float32>
-         : d == DType::float16 ? store_group<DType::float16>
-                               : store_group<DType::bfloat16>;
-}
-inline DecodeFn pick_decode(Format format) {
-  return with_format(format, [](auto f) -> DecodeFn { return decode_group<decltype(f)::value>; });
-}
-inline EncodeFn pick_encode(Format format, bool stochastic) {
-  return with_format(format, [&](auto f) {
-    return with_bool(stochastic, [](auto s) -> EncodeFn { return encode_group<decltype(f)::value, decltype(s)::value>; });
-  });
-}
-
-// Encodes groups of `out`, drawing randoms where rounding asks for them.
-struct Encoder {
-  const Packed& out;
-  const Rounding& rounding;
-  EncodeFn encode = pick_encode(out.format, rounding.stochastic);
-  Randoms randoms = {};
-
-  void operator()(const float* v, const Group& g) {
-    if (rounding.stochastic) {
-      const uint64_t first = static_cast<uint64_t>(rounding.element_offset + g.row * out.cols + g.col);
-      randoms.fill(static_cast<uint64_t>(*rounding.seed), first, g.blocks() * kBlock);
-    }
-    encode(v, out, g, randoms);
-  }
-};
 
 // --- kernels -------------------------------------------------------------------------------------------------
 
 void quantize(const QuantizeArgs& a, int64_t begin, int64_t end) {
-  const LoadFn load = pick_load(a.x.dtype);
-  Encoder encode{a.out, a.rounding};
-  alignas(64) float buffer[kMaxGroup];
-  for_each_group(a.out, begin, end, [&](const Group& g) { encode(load(a.x, g, buffer), g); });
+  using LoadFn = void (*)(const Dense&, const Run&, Tile&);
+  const bool stochastic = a.rounding.stochastic;
+  const LoadFn load = with_dtype(a.x.dtype, [&](auto d) {
+    return with_bool(needs_range(a.out.format), [&](auto range) {
+      return with_bool(stochastic, [](auto s) -> LoadFn {
+        constexpr DType D = decltype(d)::value;
+        return load_run<D, tile_dtype(D, decltype(s)::value), decltype(range)::value>;
+      });
+    });
+  });
+  const EncodeFn encode = pick_encode(a.out.format, tile_dtype(a.x.dtype, stochastic), stochastic);
+  Packed out = a.out;
+  Dense x = a.x;
+  join_rows(out, &x);
+  Tile tile;
+  for_each_run(out, begin, end, [&](const Run& run) {
+    load(x, run, tile);
+    encode(tile, run, out, a.rounding);
+  });
 }
 
 void dequantize(const DequantizeArgs& a, int64_t begin, int64_t end) {
-  const DecodeFn decode = pick_decode(a.in.format);
-  const StoreFn store = pick_store(a.out.dtype);
-  const float limit = max_finite(a.out.dtype);
-  alignas(64) float buffer[kMaxGroup];
-  for_each_group(a.in, begin, end, [&](const Group& g) {
-    if (a.out.dtype == DType::float32 && g.size % kBlock == 0) {
-      decode(a.in, g, limit, static_cast<float*>(a.out.data) + g.row * a.out.row_stride + g.col);
-    } else {
-      decode(a.in, g, limit, buffer);
-      store(buffer, a.out, g);
-    }
+  using DecodeFn = void (*)(const Packed&, const Run&, const Dense&, bool);
+  const DecodeFn decode = with_format(a.in.format, [&](auto f) {
+    return with_dtype(a.out.dtype,
+                      [](auto d) -> DecodeFn { return decode_to_tensor<decltype(f)::value, decltype(d)::value>; });
   });
+  Packed in = a.in;
+  Dense out = a.out;
+  join_rows(in, &out);
+  const bool stream = worth_streaming(in, end - begin, out.dtype);
+  for_each_run(in, begin, end, [&](const Run& run) { decode(in, run, out, stream); });
+  finish_streams();
 }
 
 void accumulate(const AccumulateArgs& a, int64_t begin, int64_t end) {
-  const LoadFn load = pick_load(a.x.dtype);
-  const DecodeFn decode = pick_decode(a.inout.format);
-  Encoder encode{a.inout, a.rounding};
-  alignas(64) float buffer[kMaxGroup], sum[kMaxGroup];
-  for_each_group(a.inout, begin, end, [&](const Group& g) {
-    const float* x = load(a.x, g, buffer);
-    decode(a.inout, g, kFloatMax, sum);
-    for (int i = 0; i < g.blocks() * kBlock; ++i) sum[i] = add_rn(sum[i], mul_rn(x[i], a.factor));
-    for (int i = g.size; i < g.blocks() * kBlock; ++i) sum[i] = sum[0];
-    encode(sum, g);
+  using AddFn = void (*)(const Packed&, const Dense&, float, const Run&, Tile&);
+  const AddFn add = with_format(a.inout.format, [&](auto f) {
+    return with_dtype(a.x.dtype, [](auto d) -> AddFn { return add_scaled<decltype(f)::value, decltype(d)::value>; });
   });
-}
-
-// factor * the sum of a group over the shards, in order; NaN in its one pattern.
-inline void sum_shards(const Shards& in, DecodeFn decode, const Group& g, float factor, float* buffer, float* sum) {
-  const int count = g.blocks() * kBlock;
-  Packed shard = in.first;
-  const int64_t scale_bytes = dtype_bytes(shard.scale_dtype) * in.scales_stride;
-  decode(shard, g, kFloatMax, sum);
-  for (int64_t w = 1; w < in.count; ++w) {
-    shard.codes += in.codes_stride;
-    shard.scales = static_cast<char*>(shard.scales) + scale_bytes;
-    decode(shard, g, kFloatMax, buffer);
-    for (int i = 0; i < count; ++i) sum[i] = add_rn(sum[i], buffer[i]);
-  }
-  for (int i = 0; i < count; ++i) {
-    const float scaled = mul_rn(sum[i], factor);
-    sum[i] = scaled != scaled ? bits_float(kFloatNan) : scaled;
-  }
-  for (int i = g.size; i < count; ++i) sum[i] = sum[0];
+  const EncodeFn encode = pick_encode(a.inout.format, DType::float32, a.rounding.stochastic);
+  Packed inout = a.inout;
+  Dense x = a.x;
+  join_rows(inout, &x);
+  Tile tile;
+  for_each_run(inout, begin, end, [&](const Run& run) {
+    add(inout, x, a.factor, run, tile);
+    encode(tile, run, inout, a.rounding);
+  });
 }
 
 void reduce(const ReduceArgs& a, int64_t begin, int64_t end) {
-  const DecodeFn decode = pick_decode(a.in.first.format);
-  const StoreFn store = pick_store(a.out.dtype);
-  alignas(64) float buffer[kMaxGroup], sum[kMaxGroup];
-  for_each_group(a.in.first, begin, end, [&](const Group& g) {
-    sum_shards(a.in, decode, g, a.factor, buffer, sum);
-    store(sum, a.out, g);
+  using PutFn = void (*)(const float*, float, const Run&, const Dense&, bool);
+  const PutFn put = with_dtype(a.out.dtype, [](auto d) -> PutFn { return put_scaled<decltype(d)::value>; });
+  const SumFn sum_of = pick_sum(a.in.first.format);
+  Shards in = a.in;
+  Dense out = a.out;
+  join_rows(in.first, &out);
+  const bool stream = worth_streaming(in.first, end - begin, out.dtype);
+  alignas(64) float total[kRunElements];
+  for_each_run(in.first, begin, end, [&](const Run& run) {
+    sum_of(in, run, total);
+    put(total, a.factor, run, out, stream);
   });
+  finish_streams();
 }
 
 void reduce_quantize(const ReduceQuantizeArgs& a, int64_t begin, int64_t end) {
-  const DecodeFn decode = pick_decode(a.in.first.format);
-  Encoder encode{a.out, a.rounding};
-  alignas(64) float buffer[kMaxGroup], sum[kMaxGroup];
-  for_each_group(a.in.first, begin, end, [&](const Group& g) {
-    sum_shards(a.in, decode, g, a.factor, buffer, sum);
-    encode(sum, g);
+  const SumFn sum_of = pick_sum(a.in.first.format);
+  const EncodeFn encode = pick_encode(a.out.format, DType::float32, a.rounding.stochastic);
+  Shards in = a.in;
+  Packed out = a.out;
+  join_rows(in.first);
+  join_rows(out);
+  Tile tile;
+  for_each_run(out, begin, end, [&](const Run& run) {
+    sum_of(in, run, tile.buffer);
+    for (int i = 0; i < run.count; ++i) {
+      float* total = tile.buffer + i * run.group_size;
+      for (int b = 0; b < run.blocks(i); ++b)
+        store_floats(scaled_block(total + b * kBlock, a.factor), total + b * kBlock);
+      pad_with_first<float>(total, run.size(i));
+      tile.set(i, total, extremes_of<true>(total, run.blocks(i)));
+    }
+    encode(tile, run, out, a.rounding);
   });
 }
 
 void norm(const NormArgs& a, int64_t begin, int64_t end) {
-  const DecodeFn decode = pick_decode(a.in.format);
+  const SumFn decode = pick_sum(a.in.format);
+  const Shards in = {a.in, 1, 0, 0};
   const int64_t chunks = ceil_div(a.in.cols, kNormChunk);
   const int64_t row_groups = num_groups(a.in.cols, a.in.group_size);
   const int64_t chunk_groups = kNormChunk / a.in.group_size;
-  alignas(64) float buffer[kMaxGroup];
+  alignas(64) float values[kRunElements];
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const int64_t row = chunk / chunks, start = chunk % chunks * chunk_groups;
     const int64_t stop = start + chunk_groups < row_groups ? start + chunk_groups : row_groups;
     alignas(64) double lanes[kNormLanes] = {};
-    for_each_group(a.in, row * row_groups + start, row * row_groups + stop, [&](const Group& g) {
-      decode(a.in, g, kFloatMax, buffer);
-      for (int i = g.size; i < g.blocks() * kBlock; ++i) buffer[i] = 0.0f;
-      for (int b = 0; b < g.blocks(); ++b)
+    for_each_run(a.in, row * row_groups + start, row * row_groups + stop, [&](const Run& run) {
+      decode(in, run, values);
+      const int size = (run.count - 1) * run.group_size + run.last_size;
+      for (int i = size; i % kBlock != 0; ++i) values[i] = 0.0f;
+      for (int i = 0; i < size; i += kBlock)
         for (int j = 0; j < kNormLanes; ++j) {
-          const double value = buffer[b * kBlock + j];
+          const double value = values[i + j];
           lanes[j] += value * value;
         }
     });
@@ -333,9 +200,9 @@ void norm(const NormArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace
+} // namespace
 
 extern const KernelTable kTable;
 const KernelTable kTable = {quantize, dequantize, accumulate, reduce, reduce_quantize, norm};
 
-}  // namespace agoq::cpu::AGOQ_ISA_NAMESPACE
+} // namespace agoq::cpu::AGOQ_ISA_NAMESPACE

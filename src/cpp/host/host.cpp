@@ -43,7 +43,7 @@ double code_value(uint32_t code, const std::string& format) {
   return agoq::with_format(format_of(format), [&](auto f) { return agoq::decode<decltype(f)::value>(code); });
 }
 
-}  // namespace
+} // namespace
 
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Sizes, addresses and format constants of agoq_ext, from the kernels' own headers.";
@@ -54,7 +54,8 @@ PYBIND11_MODULE(_host, m) {
   });
   m.def("row_bytes", [](int64_t cols, const std::string& format) { return agoq::row_bytes(cols, bits_of(format)); });
   m.def("num_groups", [](int64_t cols, int group_size) { return agoq::num_groups(cols, group_size); });
-  m.def("wire_layout", &wire_layout, py::arg("numel"), py::arg("format"), py::arg("group_size"), py::arg("scale_bytes"));
+  m.def("wire_layout", &wire_layout, py::arg("numel"), py::arg("format"), py::arg("group_size"),
+        py::arg("scale_bytes"));
   m.def("block_address", &block_address, py::arg("row"), py::arg("block"), py::arg("cols"), py::arg("format"));
   m.def("code_value", &code_value, py::arg("code"), py::arg("format"));
 }

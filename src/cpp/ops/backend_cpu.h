@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/layout.h"
+#include "../cpu/fused.h"
 #include "../cpu/kernels.h"
 #include "box.h"
 
@@ -41,6 +42,36 @@ struct CpuBackend {
     *nonfinite = total != total;
     *sum = *nonfinite ? __builtin_nan("") : total;
   }
+
+  // --- fused with quantization -------------------------------------------------------------------------------
+
+  // Parts of the rows over which gradients of a norm's parameters are summed; no matter of the threads.
+  static constexpr int64_t kRowParts = 64;
+
+  const cpu::FusedTable& fused() const { return cpu::fused_kernels(isa); }
+
+  void row_norm_quantize(const char*, const RowNormQuantizeArgs& a) const {
+    torch::stable::parallel_for(0, a.out.rows, row_grain(a.out.cols),
+                                [&](int64_t begin, int64_t end) { fused().row_norm_quantize(a, begin, end); });
+  }
+  void row_norm_backward(const char*, const RowNormBackwardArgs& a) const {
+    const int64_t grain = row_grain(a.in.cols * rows_per_part(a.in.rows, a.parts));
+    torch::stable::parallel_for(0, a.parts, grain,
+                                [&](int64_t begin, int64_t end) { fused().row_norm_backward(a, begin, end); });
+  }
+  void part_sum(const char*, const PartSumArgs& a) const {
+    torch::stable::parallel_for(0, a.cols, row_grain(a.parts),
+                                [&](int64_t begin, int64_t end) { fused().part_sum(a, begin, end); });
+  }
+  void swiglu_quantize(const SwigluQuantizeArgs& a) const { for_groups(fused().swiglu_quantize, a, a.gate_out); }
+  void swiglu_backward(const char*, const SwigluBackwardArgs& a) const {
+    for_groups(fused().swiglu_backward, a, a.gate);
+  }
+  void gelu_quantize(const GeluQuantizeArgs& a) const { for_groups(fused().gelu_quantize, a, a.out); }
+  void gelu_backward(const char*, const GeluBackwardArgs& a) const { for_groups(fused().gelu_backward, a, a.in); }
+
+ private:
+  static int64_t row_grain(int64_t cols) { return ceil_div(kGrainElements, cols > 0 ? cols : 1); }
 };
 
-}  // namespace agoq::ops
+} // namespace agoq::ops

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 
 #include "../../cuda/kernels.h"
 #include "box.h"
@@ -33,6 +33,29 @@ struct CudaBackend {
   void norm(const NormArgs& a, double* sum, bool* nonfinite) const {
     check("norm", cuda::launch_norm(a, sum, nonfinite, stream));
   }
+
+  // Parts of the rows over which gradients of a norm's parameters are summed: one block each.
+  static constexpr int64_t kRowParts = 512;
+
+  void row_norm_quantize(const char* op, const RowNormQuantizeArgs& a) const {
+    check(op,
+          a.norm.centered ? cuda::launch_layer_norm_quantize(a, stream) : cuda::launch_rms_norm_quantize(a, stream));
+  }
+  void row_norm_backward(const char* op, const RowNormBackwardArgs& a) const {
+    check(op,
+          a.norm.centered ? cuda::launch_layer_norm_backward(a, stream) : cuda::launch_rms_norm_backward(a, stream));
+  }
+  void part_sum(const char* op, const PartSumArgs& a) const { check(op, cuda::launch_part_sum(a, stream)); }
+  void swiglu_quantize(const SwigluQuantizeArgs& a) const {
+    check("swiglu_quantize", cuda::launch_swiglu_quantize(a, stream));
+  }
+  void swiglu_backward(const char* op, const SwigluBackwardArgs& a) const {
+    check(op, cuda::launch_swiglu_backward(a, stream));
+  }
+  void gelu_quantize(const GeluQuantizeArgs& a) const { check("gelu_quantize", cuda::launch_gelu_quantize(a, stream)); }
+  void gelu_backward(const char* op, const GeluBackwardArgs& a) const {
+    check(op, cuda::launch_gelu_backward(a, stream));
+  }
 };
 
-}  // namespace agoq::ops
+} // namespace agoq::ops

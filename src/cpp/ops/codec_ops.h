@@ -125,4 +125,4 @@ std::tuple<Tensor, Tensor> norm(const Tensor& packed, const Tensor& scales, int6
   return {sum, nonfinite};
 }
 
-}  // namespace agoq::ops
+} // namespace agoq::ops

@@ -1,6 +1,7 @@
 // The CUDA implementations of the ops; their schemas are in register_cpu.cpp.
 #include "backend_cuda.h"
 #include "codec_ops.h"
+#include "fused_ops.h"
 
 namespace agoq::ops {
 
@@ -13,6 +14,18 @@ STABLE_TORCH_LIBRARY_IMPL(agoq, CUDA, m) {
   m.impl("reduce", AGOQ_BOX(&reduce<CudaBackend>));
   m.impl("reduce_quantize_out", AGOQ_BOX(&reduce_quantize_out<CudaBackend>));
   m.impl("norm", AGOQ_BOX(&norm<CudaBackend>));
+  m.impl("rms_norm_quantize", AGOQ_BOX(&rms_norm_quantize<CudaBackend>));
+  m.impl("rms_norm_dequantize", AGOQ_BOX(&rms_norm_dequantize<CudaBackend>));
+  m.impl("rms_norm_backward", AGOQ_BOX(&rms_norm_backward<CudaBackend>));
+  m.impl("layer_norm_quantize", AGOQ_BOX(&layer_norm_quantize<CudaBackend>));
+  m.impl("layer_norm_dequantize", AGOQ_BOX(&layer_norm_dequantize<CudaBackend>));
+  m.impl("layer_norm_backward", AGOQ_BOX(&layer_norm_backward<CudaBackend>));
+  m.impl("swiglu_quantize", AGOQ_BOX(&swiglu_quantize<CudaBackend>));
+  m.impl("swiglu_dequantize", AGOQ_BOX(&swiglu_dequantize<CudaBackend>));
+  m.impl("swiglu_backward", AGOQ_BOX(&swiglu_backward<CudaBackend>));
+  m.impl("gelu_quantize", AGOQ_BOX(&gelu_quantize<CudaBackend>));
+  m.impl("gelu_dequantize", AGOQ_BOX(&gelu_dequantize<CudaBackend>));
+  m.impl("gelu_backward", AGOQ_BOX(&gelu_backward<CudaBackend>));
 }
 
-}  // namespace agoq::ops
+} // namespace agoq::ops

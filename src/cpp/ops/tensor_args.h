@@ -129,9 +129,11 @@ inline Packed packed_view(const char* op, const Tensor& packed, const Tensor& sc
   STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte, op, ": packed must be uint8");
   STD_TORCH_CHECK(cols >= 0, op, ": cols must not be negative; got ", cols);
   const int64_t bytes = row_bytes(cols, kFormats[static_cast<int>(format)].bits);
-  STD_TORCH_CHECK(has_shape(packed, {rows, bytes}), op, ": packed must be contiguous with shape (", rows, ", ", bytes, ")");
+  STD_TORCH_CHECK(has_shape(packed, {rows, bytes}), op, ": packed must be contiguous with shape (", rows, ", ", bytes,
+                  ")");
   STD_TORCH_CHECK(has_shape(scales, scales_shape(rows, cols, format, group_size)), op,
-                  ": scales must be contiguous, one for each of (", rows, ", ", num_groups(cols, group_size), ") groups");
+                  ": scales must be contiguous, one for each of (", rows, ", ", num_groups(cols, group_size),
+                  ") groups");
   return {static_cast<uint8_t*>(const_cast<void*>(packed.const_data_ptr())),
           const_cast<void*>(scales.const_data_ptr()),
           scale_dtype_of(op, scales.scalar_type()),
@@ -152,7 +154,8 @@ inline Shards shards_view(const char* op, const Tensor& packed, const Tensor& sc
   shape.insert(shape.begin(), count);
   STD_TORCH_CHECK(has_shape(packed, {count, rows, row_bytes(cols, kFormats[static_cast<int>(format)].bits)}, 1) &&
                       has_shape(scales, shape, 1),
-                  op, ": packed and scales must be [W, rows, ...] of ", cols, " columns, contiguous after the first dimension");
+                  op, ": packed and scales must be [W, rows, ...] of ", cols,
+                  " columns, contiguous after the first dimension");
   const Packed first = {static_cast<uint8_t*>(const_cast<void*>(packed.const_data_ptr())),
                         const_cast<void*>(scales.const_data_ptr()),
                         scale_dtype_of(op, scales.scalar_type()),
@@ -164,7 +167,8 @@ inline Shards shards_view(const char* op, const Tensor& packed, const Tensor& sc
 }
 
 // `seed` stays alive in the caller while the kernel runs.
-inline Rounding rounding_of(const char* op, bool stochastic, const std::optional<Tensor>& seed, int64_t element_offset) {
+inline Rounding rounding_of(const char* op, bool stochastic, const std::optional<Tensor>& seed,
+                            int64_t element_offset) {
   STD_TORCH_CHECK(element_offset >= 0, op, ": element_offset must not be negative; got ", element_offset);
   if (!stochastic) return {false, nullptr, element_offset};
   STD_TORCH_CHECK(seed.has_value() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, op,
@@ -172,4 +176,4 @@ inline Rounding rounding_of(const char* op, bool stochastic, const std::optional
   return {true, static_cast<const int64_t*>(seed->const_data_ptr()), element_offset};
 }
 
-}  // namespace agoq::ops
+} // namespace agoq::ops

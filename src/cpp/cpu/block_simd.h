@@ -1,0 +1,213 @@
+// Blocks of 32 elements in vector registers: loads and stores of elements, extremes, packing of codes.
+//
+// Written once over the vectors of vec_avx2.h or vec_avx512.h; block_portable.h is the plain twin. A block's codes are
+// one byte each in a register of 256 bits, whatever the width of the vectors.
+
+struct Values {
+  Floats v[kVecs];
+};
+struct Codes {
+  __m256i bytes;
+};
+
+// --- elements ------------------------------------------------------------------------------------------------
+
+AGOQ_HD Values same_values(float x) {
+  Values out;
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) out.v[i] = splat(x);
+  return out;
+}
+
+template <DType D>
+AGOQ_HD Values load_values(const void* block) {
+  Values out;
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) {
+    if constexpr (D == DType::float32)
+      out.v[i] = load(static_cast<const float*>(block) + i * kLanes);
+    else if constexpr (D == DType::float16)
+      out.v[i] = load_halves(static_cast<const uint16_t*>(block) + i * kLanes);
+    else
+      out.v[i] = load_bfloats(static_cast<const uint16_t*>(block) + i * kLanes);
+  }
+  return out;
+}
+
+// 16-bit patterns of elements 16 * Half ..., of values within the range of D, or Inf or the canonical NaN.
+template <DType D, int Half>
+AGOQ_HD __m256i narrow_elements(const Values& x) {
+  if constexpr (D == DType::float16) return narrow_to_halves<Half>(x.v);
+  Ints rounded[kVecs] = {};
+#pragma GCC unroll 8
+  for (int i = Half * kVecs / 2; i < (Half + 1) * kVecs / 2; ++i) {
+    // float_to_bfloat of core/float_types.h.
+    const Ints bits = bits_of(x.v[i]), even = both(shift_right<16>(bits), splat_int(1));
+    rounded[i] = shift_right<16>(add(add(bits, even), splat_int(0x7FFF)));
+  }
+  return narrow_to_words<Half>(rounded);
+}
+
+// A block of elements as they lie in memory.
+template <DType D>
+struct Elements {
+  __m256i words[2];
+};
+template <>
+struct Elements<DType::float32> {
+  Floats words[kVecs];
+};
+
+template <DType D>
+AGOQ_HD Elements<D> to_elements(const Values& x) {
+  Elements<D> out;
+  if constexpr (D == DType::float32) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) out.words[i] = x.v[i];
+  } else {
+    out.words[0] = narrow_elements<D, 0>(x);
+    out.words[1] = narrow_elements<D, 1>(x);
+  }
+  return out;
+}
+
+template <DType D>
+AGOQ_HD void store_elements(const Elements<D>& x, void* block) {
+  if constexpr (D == DType::float32) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) store(static_cast<float*>(block) + i * kLanes, x.words[i]);
+  } else {
+    _mm256_storeu_si256(static_cast<__m256i*>(block), x.words[0]);
+    _mm256_storeu_si256(static_cast<__m256i*>(block) + 1, x.words[1]);
+  }
+}
+// Past the caches, to an address aligned to 64 bytes.
+template <DType D>
+AGOQ_HD void stream_elements(const Elements<D>& x, void* block) {
+  if constexpr (D == DType::float32) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) stream(static_cast<float*>(block) + i * kLanes, x.words[i]);
+  } else {
+    _mm256_stream_si256(static_cast<__m256i*>(block), x.words[0]);
+    _mm256_stream_si256(static_cast<__m256i*>(block) + 1, x.words[1]);
+  }
+}
+AGOQ_HD void finish_streams() { _mm_sfence(); }
+
+AGOQ_HD void store_floats(const Values& x, float* block) { store_elements(to_elements<DType::float32>(x), block); }
+
+// --- arithmetic ----------------------------------------------------------------------------------------------
+
+AGOQ_HD Values sum(const Values& a, const Values& b) {
+  Values out;
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) out.v[i] = add(a.v[i], b.v[i]);
+  return out;
+}
+AGOQ_HD Values product(const Values& a, float factor) {
+  Values out;
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) out.v[i] = mul(a.v[i], splat(factor));
+  return out;
+}
+// Every NaN in the one pattern that is written.
+AGOQ_HD Values one_nan(const Values& a) {
+  Values out;
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) out.v[i] = choose(unequal_to_itself(a.v[i]), splat(bits_float(kFloatNan)), a.v[i]);
+  return out;
+}
+
+// The largest magnitude, found on bits (they order like magnitudes, NaN above Inf), and with Range the extremes.
+template <bool Range>
+struct ExtremesSoFar {
+  Ints magnitude = splat_int(0);
+  Floats low = splat(kFloatMax), high = splat(-kFloatMax);
+
+  AGOQ_HD void include(const Values& x) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) {
+      magnitude = max_of(magnitude, both(bits_of(x.v[i]), splat_int(0x7FFFFFFF)));
+      if constexpr (Range) low = min_of(low, x.v[i]), high = max_of(high, x.v[i]); // of no use beside a NaN
+    }
+  }
+  AGOQ_HD Extremes result() const {
+    const float amax = bits_float(static_cast<uint32_t>(largest(magnitude)));
+    if constexpr (Range) return {amax, smallest(low), largest(high)};
+    return {amax, 0.0f, 0.0f};
+  }
+};
+
+// The largest magnitude of whole blocks of bfloat16 (patterns order like magnitudes, NaN above Inf).
+AGOQ_HD float bfloat_magnitude(const char* elements, int blocks) {
+  const __m256i* p = reinterpret_cast<const __m256i*>(elements);
+  const __m256i no_sign = _mm256_set1_epi16(0x7FFF);
+  __m256i m0 = _mm256_setzero_si256(), m1 = m0;
+  for (int b = 0; b < blocks; ++b, p += 2) {
+    m0 = _mm256_max_epi16(m0, _mm256_and_si256(_mm256_loadu_si256(p), no_sign));
+    m1 = _mm256_max_epi16(m1, _mm256_and_si256(_mm256_loadu_si256(p + 1), no_sign));
+  }
+  m0 = _mm256_max_epi16(m0, m1);
+  const __m128i m = _mm_max_epi16(_mm256_castsi256_si128(m0), _mm256_extracti128_si256(m0, 1));
+  // There is a minimum across lanes only: of the complements.
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi16(-1)));
+  return bfloat_to_float(static_cast<uint16_t>(~_mm_extract_epi16(least, 0)));
+}
+
+// --- codes ---------------------------------------------------------------------------------------------------
+
+AGOQ_HD Codes same_codes(uint8_t code) { return {_mm256_set1_epi8(static_cast<char>(code))}; }
+AGOQ_HD Codes load_codes(const uint8_t* codes) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))}; }
+// The first `count` codes, then `rest`.
+AGOQ_HD Codes first_codes(Codes codes, int count, uint8_t rest) {
+  const __m256i lane = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                        22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+  const __m256i keep = _mm256_cmpgt_epi8(_mm256_set1_epi8(static_cast<char>(count)), lane);
+  return {_mm256_blendv_epi8(same_codes(rest).bytes, codes.bytes, keep)};
+}
+
+template <int B>
+AGOQ_HD void store_bit_plane(Codes codes, uint8_t* plane) {
+  const int word = _mm256_movemask_epi8(_mm256_slli_epi16(codes.bytes, 7 - B));
+  std::memcpy(plane, &word, 4);
+}
+// Bit B of each code from its plane.
+template <int B>
+AGOQ_HD __m256i load_bit_plane(const uint8_t* plane) {
+  int32_t word;
+  std::memcpy(&word, plane, 4);
+  const __m256i spread =
+      _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
+  const __m256i chosen = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), spread), bit);
+  return _mm256_and_si256(_mm256_cmpeq_epi8(chosen, bit), _mm256_set1_epi8(1 << B));
+}
+
+// 32 stored patterns into the row's planes.
+template <int Bits>
+AGOQ_HD void pack(Codes codes, uint8_t* row, int64_t block, int64_t padded) {
+  const BlockOffsets at = block_offsets<Bits>(block, padded);
+  if constexpr (Bits == 8) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + at.low), codes.bytes);
+    return;
+  }
+  __m256i nibbles = codes.bytes;
+  if constexpr (Bits > 4) nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
+  // Each pair of bytes (a, b) as the word a + 16 b.
+  const __m256i pairs = _mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(row + at.low),
+                   _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+  if constexpr (Bits >= 5) store_bit_plane<4>(codes, row + at.bit4);
+  if constexpr (Bits >= 6) store_bit_plane<5>(codes, row + at.bit5);
+}
+
+template <int Bits>
+AGOQ_HD Codes unpack(const uint8_t* row, int64_t block, int64_t padded) {
+  const BlockOffsets at = block_offsets<Bits>(block, padded);
+  if constexpr (Bits == 8) return load_codes(row + at.low);
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + at.low)));
+  __m256i codes = _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 4)), _mm256_set1_epi8(15));
+  if constexpr (Bits >= 5) codes = _mm256_or_si256(codes, load_bit_plane<4>(row + at.bit4));
+  if constexpr (Bits >= 6) codes = _mm256_or_si256(codes, load_bit_plane<5>(row + at.bit5));
+  return {codes};
+}

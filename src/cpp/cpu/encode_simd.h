@@ -1,0 +1,191 @@
+// Encoding of a block in vector registers: nearest rounding of x / scale, the bits of core/codec.h's encode_nearest.
+
+// --- quotients -----------------------------------------------------------------------------------------------
+
+// t = x / scale (uint4: (x - min) / scale), such that rounding t to a code gives what the IEEE quotient gives.
+//
+// An ordinary scale is divided by with its reciprocal r = fl(1 / scale): q = fl(x r), then t = fl(q + r fl(x - q
+// scale)), the fused steps of Markstein's division. Rounding compares the quotient with boundaries B (between two
+// codes; at most 24 bits), so t must only lie on the same side of B as the IEEE quotient, or on B with it:
+// - q is within 1.5 ulp of x / scale and r within 2^-24 of 1 / scale, so t is x / scale with a relative error below
+//   2^-46 rounded to nearest. It can differ from fl(x / scale) only if x / scale is that close to a midpoint of two
+//   floats, and the side of B can differ only at the two midpoints next to B.
+// - Only the floats x next to scale * midpoint come that close. For each of the 2^23 mantissas of a scale, each
+// boundary of
+//   every format and its two midpoints, t was compared with fl(x / scale) at these x: never different.
+//   (test_codecs_isa.py does it again, through the kernels.)
+// - Exponents do not matter while nothing under- or overflows: with 2^-85 <= scale <= 2^100 the remainder of a quotient
+//   of at least 2^-18, half the smallest boundary, is a multiple of 2^-149. Smaller quotients stay below every
+//   boundary.
+// Other scales are divided by, and the quotient is limited to the codes (it may exceed them where a scale was clamped).
+template <Format F>
+struct Quotients {
+  // nf4 is looked up by sixteenths of its range: quotients come multiplied by 16, which changes no rounding.
+  static constexpr float kFactor = F == Format::nf4 ? 16.0f : 1.0f;
+
+  Floats scale, inverse, min, divisor;
+  bool ordinary;
+
+  AGOQ_HD explicit Quotients(const Divisor& d)
+      : scale(splat(d.scale / kFactor)),
+        inverse(splat(d.inverse * kFactor)),
+        min(splat(d.min)),
+        divisor(splat(d.scale)),
+        ordinary(d.ordinary) {}
+
+  AGOQ_HD Values operator()(Values x) const {
+    constexpr float qmax = FormatTraits<F>::qmax * kFactor;
+    if constexpr (FormatTraits<F>::has_min) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kVecs; ++i) x.v[i] = sub(x.v[i], min);
+    }
+    if (__builtin_expect(ordinary, 1)) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kVecs; ++i) {
+        const Floats q = mul(x.v[i], inverse);
+        x.v[i] = fma(fnma(q, scale, x.v[i]), inverse, q);
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < kVecs; ++i) {
+        const Floats q = mul(div(x.v[i], divisor), splat(kFactor));
+        x.v[i] = min_of(max_of(q, splat(FormatTraits<F>::has_min ? 0.0f : -qmax)), splat(qmax));
+      }
+    }
+    return x;
+  }
+};
+
+// --- from quotients to codes ---------------------------------------------------------------------------------
+
+// Nearest magnitude pattern of a small float with M mantissa bits and exponent bias B (fp8, fp4_e2m1), t in its range.
+// Adding a power of two whose ulp is the spacing at t lets FP32 addition round to even; below the smallest normal
+// number the spacing stays. What the addition leaves in the low bits counts spacings, 2^M of them for each step of the
+// exponent.
+template <int M, int B>
+AGOQ_HD Ints small_float_nearest(Ints bits) {
+  constexpr int32_t smallest_normal = (128 - B) << 23, to_spacing = (23 - M) << 23;
+  const Ints magnitude = both(bits, splat_int(0x7FFFFFFF));
+  const Ints exponent = max_of(both(bits, splat_int(0x7F800000)), splat_int(smallest_normal));
+  const Ints rounder = add(exponent, splat_int(to_spacing));
+  const Ints count = sub(bits_of(add(floats_of(magnitude), floats_of(rounder))), rounder);
+  return add(count, sub(shift_right<23 - M>(exponent), splat_int((128 - B) << M)));
+}
+
+// fp4_e3m0: a power of two. Adding half the spacing less one, plus one at odd exponents, rounds ties to the even code.
+AGOQ_HD Ints power_nearest(Ints bits) {
+  const Ints magnitude = both(bits, splat_int(0x7FFFFFFF));
+  const Ints odd = both(shift_right<23>(bits), splat_int(1));
+  const Ints code = sub(shift_right<23>(add(add(magnitude, odd), splat_int(0x3FFFFF))), splat_int(120));
+  // Between 2^-7, the boundary of zero, and the smallest value 2^-6 the exponent is below that of any code.
+  const Ints is_zero_or_minus_one = greater(floats_of(magnitude), splat(0.0078125f));
+  return max_of(code, sub(splat_int(0), is_zero_or_minus_one));
+}
+
+// A search among fifteen ascending thresholds in (-1, 1), for nf4. The integer nearest to 16 t, one of 33 cells, leaves one
+// threshold in question. `below` counts those below the cell, by its low four bits: for cells from 0 and for cells below 0.
+struct Cells {
+  alignas(32) uint8_t below_from_0[32], below_under_0[32]; // each table twice, for both halves of a register
+  alignas(64) float threshold[16];                         // times 16, in the order of Table16
+};
+struct Thresholds {
+  float of[15];
+
+  // Whether each cell holds one at most. Cell 16 is looked up as 15: both must lie above all.
+  constexpr bool suit_cells() const {
+    for (int cell = -16; cell <= 16; ++cell) {
+      int inside = 0;
+      for (float t : of) {
+        const float distance = t * 16 - static_cast<float>(cell);
+        inside += distance >= -0.5f && distance <= 0.5f ? 1 : 0;
+      }
+      if (inside > (cell < 15 ? 1 : 0)) return false;
+    }
+    return true;
+  }
+};
+template <Thresholds T>
+constexpr Cells make_cells() {
+  static_assert(T.suit_cells());
+  Cells cells{};
+  for (int cell = -16; cell < 16; ++cell) {
+    uint8_t below = 0;
+    for (float t : T.of) below += t * 16 < static_cast<float>(cell) - 0.5f ? 1 : 0;
+    uint8_t* table = cell < 0 ? cells.below_under_0 : cells.below_from_0;
+    table[cell & 15] = table[(cell & 15) + 16] = below;
+  }
+  for (int i = 0; i < 16; ++i) cells.threshold[i] = kTableOrder[i] < 15 ? T.of[kTableOrder[i]] * 16 : kFloatMax;
+  return cells;
+}
+
+// How many of the thresholds lie below t, given 16 t; out of order.
+template <Thresholds T>
+AGOQ_HD __m256i count_below(const Values& t) {
+  static constexpr Cells cells = make_cells<T>();
+  const auto table = [](const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); };
+  Floats thresholds[kTableVecs];
+#pragma GCC unroll 2
+  for (int i = 0; i < kTableVecs; ++i) thresholds[i] = load(cells.threshold + i * kLanes);
+  Ints wide[kVecs];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) wide[i] = round_to_ints(t.v[i]);
+  const __m256i cell = _mm256_min_epi8(pack_to_bytes(wide), _mm256_set1_epi8(15));
+  // A byte shuffle gives 0 where the index is negative, so each table answers for its own cells.
+  const __m256i from_0 = _mm256_shuffle_epi8(table(cells.below_from_0), cell);
+  const __m256i under_0 =
+      _mm256_shuffle_epi8(table(cells.below_under_0), _mm256_xor_si256(cell, _mm256_set1_epi8(-128)));
+  const __m256i below = _mm256_or_si256(from_0, under_0);
+  Floats threshold[kVecs];
+  lookup16(make_table(thresholds), below, threshold);
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) wide[i] = greater(t.v[i], threshold[i]);
+  return _mm256_sub_epi8(below, pack_to_bytes(wide));
+}
+
+constexpr Thresholds nf4_nearest_thresholds() {
+  constexpr auto book = codebook<Format::nf4>();
+  Thresholds t{};
+  for (int i = 0; i < 15; ++i) t.of[i] = book.threshold[i];
+  return t;
+}
+
+template <Format F>
+AGOQ_HD Codes encode_nearest_block(const Values& x, const Quotients<F>& quotients) {
+  const Values t = quotients(x);
+  if constexpr (F == Format::nf4) {
+    return {in_order(count_below<nf4_nearest_thresholds()>(t))};
+  } else {
+    Ints wide[kVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) {
+      if constexpr (FormatTraits<F>::is_int || F == Format::uint4)
+        wide[i] = round_to_ints(t.v[i]);
+      else if constexpr (F == Format::fp4_e2m1)
+        wide[i] = small_float_nearest<1, 1>(bits_of(t.v[i]));
+      else if constexpr (F == Format::fp4_e3m0)
+        wide[i] = power_nearest(bits_of(t.v[i]));
+      else
+        wide[i] = small_float_nearest<SmallFloat<F>::mantissa, SmallFloat<F>::bias>(bits_of(t.v[i]));
+    }
+    __m256i bytes = pack_to_bytes(wide);
+    if constexpr (F == Format::uint4) {
+      bytes = _mm256_min_epu8(bytes, _mm256_set1_epi8(15)); // cancellation in the scale may leave t above 15
+    } else if constexpr (FormatTraits<F>::is_int && F != Format::int8) {
+      bytes = _mm256_add_epi8(bytes, same_codes(FormatTraits<F>::zero_code).bytes);
+    } else if constexpr (!FormatTraits<F>::is_int) {
+      // The sign of x is that of the quotient, even of one that underflows; packing saturates and so keeps it.
+      Ints signs[kVecs];
+#pragma GCC unroll 8
+      for (int i = 0; i < kVecs; ++i) signs[i] = bits_of(x.v[i]);
+      __m256i sign = pack_to_bytes(signs);
+      if constexpr (FormatTraits<F>::bits == 4)
+        sign = _mm256_and_si256(_mm256_cmpgt_epi8(_mm256_setzero_si256(), sign), _mm256_set1_epi8(8));
+      else
+        sign = _mm256_and_si256(sign, _mm256_set1_epi8(-128));
+      if constexpr (F == Format::fp4_e3m0) // no minus zero
+        sign = _mm256_andnot_si256(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()), sign);
+      bytes = _mm256_or_si256(bytes, sign);
+    }
+    return {in_order(bytes)};
+  }
+}

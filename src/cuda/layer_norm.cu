@@ -1,0 +1,14 @@
+// LayerNorm fused with quantization of its input; row_norm.cuh holds the kernels.
+#include "row_norm.cuh"
+
+namespace agoq::cuda {
+
+int launch_layer_norm_quantize(const RowNormQuantizeArgs& args, void* stream) {
+  return launch_row_norm_quantize<true>(args, stream);
+}
+
+int launch_layer_norm_backward(const RowNormBackwardArgs& args, void* stream) {
+  return launch_row_norm_backward<true>(args, stream);
+}
+
+} // namespace agoq::cuda
