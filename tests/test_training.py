@@ -320,7 +320,7 @@ def test_unusable_model_is_one_line_from_a_child_rank(
 def test_wrong_checkpoints(config: TrainConfig, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resume = ["train", "--out", config.out, "--resume"]
     refused([*resume, "--model", "tiny"], capsys, "holds another model", "hidden_size is 64")
-    refused([*resume, "--lr", "0.5"], capsys, "was trained with --lr 0.003; got --lr 0.5")
+    refused([*resume, "--lr", "0.5"], capsys, "was trained with --lr 0.001; got --lr 0.5")
     refused([*resume, "--ranks", "3"], capsys, "--ranks 2")
     refused([*resume, "--overwrite"], capsys, "contradict")
     refused(resume, capsys, "other data")

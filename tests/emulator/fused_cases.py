@@ -1,0 +1,309 @@
+"""The fused kernels of the table: norms and activations, each with its packed input (see cases.py).
+
+Results come from `agoq_ext.reference_fused`. Packed ones have equal bits; the others have a tolerance for the order of
+FP32 sums, the last places of exp, erf and tanh, and a rounding to the output's dtype that falls the other way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agoq_ext import layout, reference, reference_fused
+
+from . import structs
+from .cases import (
+    _CODEC,
+    ALIGNMENTS,
+    Case,
+    Expected,
+    Fields,
+    Op,
+    Trial,
+    dense_array,
+    dtype_index,
+    generator,
+    make_dense,
+    packed_fields,
+    to_bytes,
+)
+from .device import Array, Call, Pointer
+
+EPS = 1e-5
+
+
+def near(array: Array, x: Tensor, roundings: int = 2) -> Expected:
+    """`x` as `array` holds it, up to roundings in its dtype and FP32 sums relative to its largest value."""
+    finite = x.double().nan_to_num(0.0, 0.0, 0.0).abs()
+    largest = float(finite.max()) if x.numel() else 0.0
+    return Expected(array.data, x.dtype, rtol=roundings * torch.finfo(x.dtype).eps, atol=4e-6 * largest)
+
+
+class Launch:
+    """Collects the buffers of a call, its fields and its expected results."""
+
+    def __init__(self, case: Case):
+        self.case, self.arrays, self.expected = case, [], {}  # type: ignore[var-annotated]
+
+    def input(self, name: str, x: Tensor) -> Fields:
+        array, fields = dense_array(name, "input", x, self.case["alignment"])
+        self.arrays.append(array)
+        return fields
+
+    def output(self, name: str, x: Tensor | None, roundings: int = 2) -> Fields:
+        if x is None:
+            return absent(torch.float32)
+        array, fields = dense_array(name, "output", x, self.case["alignment"])
+        self.arrays.append(array)
+        self.expected[name] = near(array, x, roundings)
+        return fields
+
+    def vector(self, name: str, x: Tensor | None) -> Fields:
+        return absent(torch.float32) if x is None else self.input(name, x[None])
+
+    def sums(self, name: str, parts: Tensor | None) -> Pointer | None:
+        if parts is None:
+            return None
+        array = Array(name, "output", to_bytes(parts))
+        self.arrays.append(array)
+        self.expected[name] = near(array, parts)
+        return Pointer(name)
+
+    def packed(self, name: str, role: str, codes: Tensor | None, scales: Tensor | None) -> Fields:
+        if codes is None or scales is None:
+            return {**packed_fields(self.case, None, None)}  # type: ignore[arg-type]
+        for part, content, at in (("codes", codes, 16), ("scales", scales, 48)):
+            array = Array(f"{name}.{part}", role, to_bytes(content), misalignment=at)
+            self.arrays.append(array)
+            if role == "output":
+                self.expected[array.name] = Expected(array.data)
+        return packed_fields(self.case, Pointer(f"{name}.codes"), Pointer(f"{name}.scales"))
+
+    def trial(self, kernel: str, struct: Any, fields: Fields) -> Trial:
+        return Trial(Call(kernel, struct, fields, tuple(self.arrays)), self.expected)
+
+
+def absent(dtype: torch.dtype) -> Fields:
+    return {"data": None, "dtype": dtype_index(dtype), "row_stride": 0}
+
+
+def make_input(case: Case, g: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """make_dense's special groups, within a range where squares and products neither over- nor underflow."""
+    x = make_dense(case, g, torch.float32)
+    return torch.where(x.isfinite(), x.clamp(-100, 100), x).to(dtype)
+
+
+def random(shape: tuple[int, ...], g: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=g).to(dtype)
+
+
+def saved(case: Case, x: Tensor) -> tuple[Tensor, Tensor]:
+    return reference.quantize(x, case["format"], case["group_size"], case["scale_dtype"], "nearest", None)
+
+
+# --- norms ----------------------------------------------------------------------------------------------------
+
+
+def norm_parameters(case: Case, g: torch.Generator, centered: bool) -> tuple[Tensor | None, Tensor | None]:
+    shape = (case["cols"],)
+    weight, bias = random(shape, g, case["weight_dtype"]), random(shape, g, case["weight_dtype"])
+    if not centered:
+        return weight, None
+    return (weight, bias) if case["affine"] else (None, None)
+
+
+def build_norm_quantize(name: str, centered: bool) -> Any:
+    def build(case: Case) -> Trial:
+        g = generator(case)
+        x = make_input(case, g, case["dtype"])
+        weight, bias = norm_parameters(case, g, centered)
+        parameters = (weight, bias) if centered else (weight,)
+        quantize = getattr(reference_fused, f"{name}_quantize")
+        y, codes, scales = quantize(
+            x, *parameters, EPS, case["format"], case["group_size"], case["scale_dtype"]
+        )
+        launch = Launch(case)
+        fields = {
+            "x": launch.input("x", x),
+            "norm": {
+                "centered": centered,
+                "weight": launch.vector("weight", weight),
+                "bias": launch.vector("bias", bias),
+                "eps": EPS,
+            },
+            "y": launch.output("y", y),
+            "out": launch.packed("out", "output", codes, scales),
+        }
+        return launch.trial(f"{name}_quantize", structs.RowNormQuantizeArgs, fields)
+
+    return build
+
+
+def build_norm_backward(name: str, centered: bool) -> Any:
+    def build(case: Case) -> Trial:
+        g = generator(case)
+        codes, scales = saved(case, make_input(case, g, case["dtype"]))
+        weight, bias = norm_parameters(case, g, centered)
+        rows, cols, codec = case["rows"], case["cols"], (case["format"], case["group_size"])
+        wants = case["wants"]
+        parameters = (weight, bias) if centered else (weight,)
+        dequantize = getattr(reference_fused, f"{name}_dequantize")
+        backward = getattr(reference_fused, f"{name}_backward")
+        y = dequantize(codes, scales, cols, *parameters, EPS, *codec, case["dtype"])
+        dy = random((rows, cols), g, y.dtype)
+        # One row, or two, a part.
+        parts = -(-rows // 2) if case["parts"] == "pairs" else rows
+        height = -(-rows // parts)
+        dx = backward(dy, codes, scales, weight, EPS, *codec, case["dtype"])[0]
+        starts = range(0, rows, height)
+        pieces = [[x[r : r + height] for x in (dy, codes, scales)] for r in starts]
+        sums = [backward(*piece, weight, EPS, *codec, case["dtype"]) for piece in pieces]
+        launch = Launch(case)
+        fields = {
+            "in": launch.packed("in", "input", codes, scales),
+            "dtype": dtype_index(case["dtype"]),
+            "norm": {
+                "centered": centered,
+                "weight": launch.vector("weight", weight),
+                "bias": launch.vector("bias", bias),
+                "eps": EPS,
+            },
+            "dy": launch.input("dy", dy) if wants != "y" else absent(dy.dtype),
+            "dx": launch.output("dx", dx if wants in ("all", "dx") else None, 3),
+            "y": launch.output("y", y if wants in ("all", "y") else None),
+            "dweight": launch.sums(
+                "dweight", torch.stack([s[1] for s in sums]) if wants in ("all", "sums") else None
+            ),
+            "dbias": launch.sums(
+                "dbias", torch.stack([s[2] for s in sums]) if centered and wants in ("all", "sums") else None
+            ),
+            "parts": parts,
+        }
+        return launch.trial(f"{name}_backward", structs.RowNormBackwardArgs, fields)
+
+    return build
+
+
+def build_part_sum(case: Case) -> Trial:
+    partial = torch.randn(case["parts"], case["cols"], generator=generator(case))
+    fields = {
+        "partial": Pointer("partial"),
+        "parts": case["parts"],
+        "cols": case["cols"],
+        "out": Pointer("out"),
+    }
+    out = Array("out", "output", to_bytes(partial.sum(0)))
+    call = Call("part_sum", structs.PartSumArgs, fields, (Array("partial", "input", to_bytes(partial)), out))
+    return Trial(call, {"out": near(out, partial.sum(0))})
+
+
+# --- activations ----------------------------------------------------------------------------------------------
+
+
+def build_swiglu_quantize(case: Case) -> Trial:
+    g = generator(case)
+    gate, up = make_input(case, g, case["dtype"]), make_input(case, g, case["up_dtype"])
+    codec = (case["format"], case["group_size"], case["scale_dtype"])
+    h, *kept = reference_fused.swiglu_quantize(gate, up, *codec, keep_up=case["keep_up"])
+    launch = Launch(case)
+    fields = {
+        "gate": launch.input("gate", gate),
+        "up": launch.input("up", up),
+        "h": launch.output("h", h),
+        "gate_out": launch.packed("gate_out", "output", *kept[:2]),
+        "up_out": launch.packed("up_out", "output", *kept[2:]),
+    }
+    return launch.trial("swiglu_quantize", structs.SwigluQuantizeArgs, fields)
+
+
+def build_swiglu_backward(case: Case) -> Trial:
+    g = generator(case)
+    gate, up = make_input(case, g, case["dtype"]), make_input(case, g, case["up_dtype"])
+    h, *kept = reference_fused.swiglu_quantize(
+        gate, up, case["format"], case["group_size"], case["scale_dtype"]
+    )
+    dh, wants = random(tuple(h.shape), g, h.dtype), case["wants"]
+    dtypes = (case["dtype"], case["up_dtype"])
+    dgate, dup, h = reference_fused.swiglu_backward(
+        dh, *kept, case["format"], case["group_size"], *dtypes, need_h=True
+    )
+    launch = Launch(case)
+    fields = {
+        "gate": launch.packed("gate", "input", *kept[:2]),
+        "up": launch.packed("up", "input", *(kept[2:] if wants != "dup" else (None, None))),
+        "gate_dtype": dtype_index(dtypes[0]),
+        "up_dtype": dtype_index(dtypes[1]),
+        "dh": launch.input("dh", dh) if wants != "h" else absent(dh.dtype),
+        "dgate": launch.output("dgate", dgate if wants == "all" else None),
+        "dup": launch.output("dup", dup if wants in ("all", "dup") else None),
+        "h": launch.output("h", h if wants in ("all", "h") else None),
+    }
+    return launch.trial("swiglu_backward", structs.SwigluBackwardArgs, fields)
+
+
+def build_gelu_quantize(case: Case) -> Trial:
+    x = make_input(case, generator(case), case["dtype"])
+    y, codes, scales = reference_fused.gelu_quantize(
+        x, case["approximate"], case["format"], case["group_size"], case["scale_dtype"]
+    )
+    launch = Launch(case)
+    fields = {
+        "tanh": case["approximate"] == "tanh",
+        "x": launch.input("x", x),
+        "y": launch.output("y", y),
+        "out": launch.packed("out", "output", codes, scales),
+    }
+    return launch.trial("gelu_quantize", structs.GeluQuantizeArgs, fields)
+
+
+def build_gelu_backward(case: Case) -> Trial:
+    g = generator(case)
+    codes, scales = saved(case, make_input(case, g, case["dtype"]))
+    dy, wants = random((case["rows"], case["cols"]), g, case["dtype"]), case["wants"]
+    dx, y = reference_fused.gelu_backward(
+        dy, codes, scales, case["approximate"], case["format"], case["group_size"], case["dtype"], need_y=True
+    )
+    launch = Launch(case)
+    fields = {
+        "tanh": case["approximate"] == "tanh",
+        "in": launch.packed("in", "input", codes, scales),
+        "dtype": dtype_index(case["dtype"]),
+        "dy": launch.input("dy", dy) if wants != "y" else absent(dy.dtype),
+        "dx": launch.output("dx", dx if wants != "y" else None),
+        "y": launch.output("y", y if wants != "dx" else None),
+    }
+    return launch.trial("gelu_backward", structs.GeluBackwardArgs, fields)
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+_FUSED: dict[str, tuple[Any, ...]] = {
+    **_CODEC,
+    "rows": (1, 3),
+    "dtype": layout.FLOAT_DTYPES,
+    "alignment": tuple(ALIGNMENTS),
+}
+# A row of more octets than a block has threads, and one that shared memory does not hold.
+_ROWS: dict[str, tuple[Any, ...]] = {**_FUSED, "cols": (1, 33, 100, 256, 300, 2080)}
+_NORM = {**_ROWS, "weight_dtype": layout.FLOAT_DTYPES}
+_BACKWARD = {**_NORM, "wants": ("all", "dx", "sums", "y"), "parts": ("rows", "pairs")}
+_AFFINE: dict[str, tuple[Any, ...]] = {"affine": (True, False)}
+_UP: dict[str, tuple[Any, ...]] = {"up_dtype": layout.FLOAT_DTYPES}
+_GELU: dict[str, tuple[Any, ...]] = {"approximate": ("none", "tanh")}
+_FIXED = {"rows": 3, "scale_dtype": torch.bfloat16}
+
+FUSED_OPS = {
+    "rms_norm_quantize": Op(_NORM, build_norm_quantize("rms_norm", False), _FIXED),
+    "rms_norm_backward": Op(_BACKWARD, build_norm_backward("rms_norm", False), {**_FIXED, "wants": "all"}),
+    "layer_norm_quantize": Op({**_NORM, **_AFFINE}, build_norm_quantize("layer_norm", True), _FIXED),
+    "layer_norm_backward": Op(
+        {**_BACKWARD, **_AFFINE}, build_norm_backward("layer_norm", True), {**_FIXED, "wants": "all"}
+    ),
+    "part_sum": Op({"format": ("int8",), "parts": (1, 7, 40), "cols": (1, 32, 100)}, build_part_sum, {}),
+    "swiglu_quantize": Op({**_FUSED, **_UP, "keep_up": (True, False)}, build_swiglu_quantize, _FIXED),
+    "swiglu_backward": Op({**_FUSED, **_UP, "wants": ("all", "dup", "h")}, build_swiglu_backward, _FIXED),
+    "gelu_quantize": Op({**_FUSED, **_GELU}, build_gelu_quantize, _FIXED),
+    "gelu_backward": Op({**_FUSED, **_GELU, "wants": ("all", "dx", "y")}, build_gelu_backward, _FIXED),
+}
