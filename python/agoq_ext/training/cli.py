@@ -86,8 +86,8 @@ def add_demo_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="train twice, uncompressed and compressed, and compare",
-        description="Trains the same model on the same data twice on two ranks, first uncompressed, then with 4- and 8-bit "
-        "activations and 8-bit gradients, and compares what both took. Takes minutes.",
+        description="Trains the same model on the same data twice on two ranks, first uncompressed, then with "
+        "compressed activations and 8-bit gradients, and compares what both took. Takes minutes.",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for report.json and the plots")
     parser.add_argument(

@@ -135,7 +135,7 @@ def draw_wire(report: dict[str, Any], records: Records) -> Figure:
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     axes.legend(frameon=False, loc="upper left")
     figure.supxlabel(
-        "int8: bytes of the messages sent. FP32: by convention 2 (ranks - 1) / ranks of the payload of each all-reduce.\n"
+        "int8: bytes of the messages sent. FP32: by convention 2 (ranks - 1) / ranks of each payload.\n"
         "In brackets: bytes written during steps, gradients and status, as the kernel counted them.",
         fontsize=8,
         color=_INK,

@@ -58,8 +58,8 @@ AGOQ_HD void put_elements(const Elements<D>& elements, int count, char* target, 
   }
 }
 
-// Large outputs bypass the caches: otherwise each of their lines would be read before it is written. Not so a small range
-// of groups: its target may be a buffer, whatever tensor the groups are of.
+// Large outputs bypass the caches: otherwise each of their lines would be read before it is written. Not so a small
+// range of groups: its target may be a buffer, whatever tensor the groups are of.
 inline bool worth_streaming(const Packed& p, int64_t groups, DType dtype) {
   const int64_t bytes = dtype_bytes(dtype);
   return p.rows * p.cols * bytes >= kStreamBytes && groups * p.group_size * bytes >= kStreamBytes / 64;

@@ -82,8 +82,9 @@ AGOQ_HD Ints power_nearest(Ints bits) {
   return max_of(code, sub(splat_int(0), is_zero_or_minus_one));
 }
 
-// A search among fifteen ascending thresholds in (-1, 1), for nf4. The integer nearest to 16 t, one of 33 cells, leaves one
-// threshold in question. `below` counts those below the cell, by its low four bits: for cells from 0 and for cells below 0.
+// A search among fifteen ascending thresholds in (-1, 1), for nf4. The integer nearest to 16 t, one of 33 cells, leaves
+// one threshold in question. `below` counts those below the cell, by its low four bits: for cells from 0 and for cells
+// below 0.
 struct Cells {
   alignas(32) uint8_t below_from_0[32], below_under_0[32]; // each table twice, for both halves of a register
   alignas(64) float threshold[16];                         // times 16, in the order of Table16

@@ -1,4 +1,5 @@
-// Stochastic rounding in vector registers: the uniforms, IEEE quotients, and nf4, whose search compilers do not vectorize.
+// Stochastic rounding in vector registers: the uniforms, IEEE quotients, and nf4, whose search compilers do not
+// vectorize.
 
 // IEEE quotients: the uniform is compared with the quotient itself.
 template <Format F>
@@ -37,8 +38,7 @@ AGOQ_HD Codes round_nf4_stochastically(Values t, const float* u) {
   lookup16(value.table, _mm256_add_epi8(low, _mm256_set1_epi8(1)), v1);
   Ints higher[kVecs];
 #pragma GCC unroll 8
-  for (int i = 0; i < kVecs; ++i)
-    higher[i] = greater(div(sub(t.v[i], v0[i]), sub(v1[i], v0[i])), load(u + i * kLanes));
+  for (int i = 0; i < kVecs; ++i) higher[i] = greater(div(sub(t.v[i], v0[i]), sub(v1[i], v0[i])), load(u + i * kLanes));
   return {in_order(_mm256_sub_epi8(low, pack_to_bytes(higher)))};
 }
 
