@@ -1,8 +1,7 @@
 """Drop-in operators that keep a quantized input for backward instead of full-precision intermediates.
 
-Forward values are plain PyTorch's, gradients those of exact autograd with the saved input replaced by its decoded copy:
-bit for bit for linear layers, up to the last places of FP32 (a rounding to the neighbour in narrower dtypes) for norms
-and SwiGLU, which are fused with quantization. `autograd.py` gives the formulas and docs/activations.md the bytes. Under
+Forward values equal plain PyTorch's bit for bit. Gradients equal those of exact autograd with the saved input
+replaced by its decoded copy; `autograd.py` gives the formulas and docs/activations.md the bytes. Under
 `torch.no_grad()`, and where no argument requires a gradient, nothing is encoded.
 
 Every function takes the same three keywords:
