@@ -41,7 +41,7 @@ demo: $(STAMPS)/package-demo $(STAMPS)/native
 
 # One OpenMP thread: the tests' tensors are small, and several processes share the machine.
 test: $(STAMPS)/package-test $(STAMPS)/native
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -n $(WORKERS) tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -m "not slow" -n $(WORKERS) tests $(PYTEST_ARGS)
 
 lint: $(STAMPS)/package-dev $(STAMPS)/native
 	$(PY) -m ruff check .

@@ -486,7 +486,7 @@ def test_what_cannot_be_converted_is_named():
         compress_activations(transformers.GPT2LMHeadModel(config))
     model = llama()
     with pytest.raises(
-        ValueError, match=r"policy must be one of paper, off or an ActivationPolicy; got 'lean'"
+        ValueError, match=r"policy must be one of agoq, paper, off or an ActivationPolicy; got 'lean'"
     ):
         compress_activations(model, "lean")
     with pytest.raises(TypeError, match="policy must be a name or an ActivationPolicy; got int"):
