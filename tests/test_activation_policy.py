@@ -12,7 +12,9 @@ def test_paper_stores_four_bits_of_every_kind_and_off_none():
     paper = ActivationPolicy.named("paper")
     assert paper == ActivationPolicy(*[TensorFormat("nf4", 64, "bfloat16")] * 4)
     assert ActivationPolicy.named("off") == ActivationPolicy()
-    with pytest.raises(ValueError, match=r"name must be one of agoq, paper, off.*; got 'papers'|one of agoq, paper, off"):
+    with pytest.raises(
+        ValueError, match=r"name must be one of agoq, paper, off.*; got 'papers'|one of agoq, paper, off"
+    ):
         ActivationPolicy.named("papers")
 
 
