@@ -74,6 +74,15 @@ def test_kernel(checker: Device, name: str, case: Case) -> None:
         check(checker, trial, schedule)
 
 
+@pytest.mark.parametrize("name", ["row_norm_quantize", "row_norm_backward"])
+def test_rows_that_shared_memory_does_not_hold(checker: Device, name: str) -> None:
+    first = {axis: values[0] for axis, values in OPS[name].axes.items()}
+    long = {"cols": 24640, "rows": 3, "dtype": torch.bfloat16, "parts": "pairs"}
+    for centered in (False, True):
+        case = {**first, **long, "centered": centered}
+        check(checker, OPS[name].build({k: v for k, v in case.items() if k in first}), Schedule("random", 1))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("format", layout.FORMATS)

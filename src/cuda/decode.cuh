@@ -28,6 +28,16 @@ struct Decoder<Format::nf4> {
   __device__ __forceinline__ float operator()(uint32_t code) const { return table[code]; }
 };
 
+struct FourBitValues {
+  float value[16];
+};
+template <Format F>
+AGOQ_HD constexpr FourBitValues four_bit_values() {
+  FourBitValues v{};
+  for (uint32_t code = 0; code < 16; ++code) v.value[code] = decode<F>(code);
+  return v;
+}
+
 // Any 4-bit format's values in a table as nf4's, others by a branch that all threads take alike: fewer kernels than
 // with the format as template parameter, where decoding is a small part of the work.
 template <int Bits>
@@ -36,13 +46,17 @@ struct BitsDecoder {
   const float* table;
   __device__ __forceinline__ BitsDecoder(Format f, float* shared) : format(f), table(shared) {
     if constexpr (Bits == 4) {
+      // Static, hence in constant memory and not on the stack.
+      static constexpr FourBitValues int4 = four_bit_values<Format::int4>(), uint4 = four_bit_values<Format::uint4>(),
+                                     nf4 = four_bit_values<Format::nf4>(), e2m1 = four_bit_values<Format::fp4_e2m1>(),
+                                     e3m0 = four_bit_values<Format::fp4_e3m0>();
       const uint32_t code = threadIdx.x;
       if (code >= 16) return;
-      shared[code] = f == Format::int4       ? decode<Format::int4>(code)
-                     : f == Format::uint4    ? decode<Format::uint4>(code)
-                     : f == Format::nf4      ? decode<Format::nf4>(code)
-                     : f == Format::fp4_e2m1 ? decode<Format::fp4_e2m1>(code)
-                                             : decode<Format::fp4_e3m0>(code);
+      shared[code] = f == Format::int4       ? int4.value[code]
+                     : f == Format::uint4    ? uint4.value[code]
+                     : f == Format::nf4      ? nf4.value[code]
+                     : f == Format::fp4_e2m1 ? e2m1.value[code]
+                                             : e3m0.value[code];
     }
   }
   __device__ __forceinline__ float operator()(uint32_t code) const {

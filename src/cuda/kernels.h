@@ -16,10 +16,8 @@ int launch_reduce_quantize(const ReduceQuantizeArgs& args, void* stream);
 int launch_norm(const NormArgs& args, double* sum, bool* nonfinite, void* stream);
 
 // Fused with quantization. Weight, bias and dense tensors that are absent have null data.
-int launch_rms_norm_quantize(const RowNormQuantizeArgs& args, void* stream);
-int launch_rms_norm_backward(const RowNormBackwardArgs& args, void* stream); // a block for each part
-int launch_layer_norm_quantize(const RowNormQuantizeArgs& args, void* stream);
-int launch_layer_norm_backward(const RowNormBackwardArgs& args, void* stream);
+int launch_row_norm_quantize(const RowNormQuantizeArgs& args, void* stream);
+int launch_row_norm_backward(const RowNormBackwardArgs& args, void* stream); // a block for each part
 int launch_part_sum(const PartSumArgs& args, void* stream);
 int launch_swiglu_quantize(const SwigluQuantizeArgs& args, void* stream);
 int launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream);

@@ -15,8 +15,9 @@ __device__ __forceinline__ void multiply(const float (&x)[kOctet], const float (
   for (int i = 0; i < kOctet; ++i) out[i] = mul_rn(x[i], y[i]);
 }
 
+// Two blocks a multiprocessor suffice, so that registers need not spill.
 template <Format F>
-__global__ void __launch_bounds__(kBlockThreads) swiglu_quantize_kernel(SwigluQuantizeArgs a, bool aligned) {
+__global__ void __launch_bounds__(kBlockThreads, 2) swiglu_quantize_kernel(SwigluQuantizeArgs a, bool aligned) {
   const Octet o = locate_octet(a.gate_out);
   float gate[kOctet], up[kOctet], h[kOctet];
   load_elements(a.gate, o, aligned, gate);
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kBlockThreads) swiglu_backward_kernel(SwigluBa
   if (a.dgate.data != nullptr) {
     multiply(dh, up, out);
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) out[i] = silu_gradient(rounded(out[i], a.gate_dtype), gate[i]);
+    for (int i = 0; i < kOctet; ++i) out[i] = silu_gradient(rounded(out[i], a.gate_dtype), gate[i], sigmoid(gate[i]));
     store_elements(out, a.dgate, o, aligned);
   }
 }

@@ -47,8 +47,8 @@ class Launch:
     def __init__(self, case: Case):
         self.case, self.arrays, self.expected = case, [], {}  # type: ignore[var-annotated]
 
-    def input(self, name: str, x: Tensor) -> Fields:
-        array, fields = dense_array(name, "input", x, self.case["alignment"])
+    def input(self, name: str, x: Tensor, alignment: str | None = None) -> Fields:
+        array, fields = dense_array(name, "input", x, alignment or self.case["alignment"])
         self.arrays.append(array)
         return fields
 
@@ -61,7 +61,7 @@ class Launch:
         return fields
 
     def vector(self, name: str, x: Tensor | None) -> Fields:
-        return absent(torch.float32) if x is None else self.input(name, x[None])
+        return absent(torch.float32) if x is None else self.input(name, x[None], self.case["vectors"])
 
     def sums(self, name: str, parts: Tensor | None) -> Pointer | None:
         if parts is None:
@@ -106,84 +106,75 @@ def saved(case: Case, x: Tensor) -> tuple[Tensor, Tensor]:
 # --- norms ----------------------------------------------------------------------------------------------------
 
 
-def norm_parameters(case: Case, g: torch.Generator, centered: bool) -> tuple[Tensor | None, Tensor | None]:
+def norm_of(case: Case) -> str:
+    return "layer_norm" if case["centered"] else "rms_norm"
+
+
+def norm_parameters(case: Case, g: torch.Generator) -> tuple[Tensor | None, Tensor | None]:
     shape = (case["cols"],)
     weight, bias = random(shape, g, case["weight_dtype"]), random(shape, g, case["weight_dtype"])
-    if not centered:
+    if not case["centered"]:
         return weight, None
     return (weight, bias) if case["affine"] else (None, None)
 
 
-def build_norm_quantize(name: str, centered: bool) -> Any:
-    def build(case: Case) -> Trial:
-        g = generator(case)
-        x = make_input(case, g, case["dtype"])
-        weight, bias = norm_parameters(case, g, centered)
-        parameters = (weight, bias) if centered else (weight,)
-        quantize = getattr(reference_fused, f"{name}_quantize")
-        y, codes, scales = quantize(
-            x, *parameters, EPS, case["format"], case["group_size"], case["scale_dtype"]
-        )
-        launch = Launch(case)
-        fields = {
-            "x": launch.input("x", x),
-            "norm": {
-                "centered": centered,
-                "weight": launch.vector("weight", weight),
-                "bias": launch.vector("bias", bias),
-                "eps": EPS,
-            },
-            "y": launch.output("y", y),
-            "out": launch.packed("out", "output", codes, scales),
-        }
-        return launch.trial(f"{name}_quantize", structs.RowNormQuantizeArgs, fields)
-
-    return build
+def norm_fields(case: Case, launch: Launch, weight: Tensor | None, bias: Tensor | None) -> Fields:
+    return {
+        "centered": case["centered"],
+        "weight": launch.vector("weight", weight),
+        "bias": launch.vector("bias", bias),
+        "eps": EPS,
+    }
 
 
-def build_norm_backward(name: str, centered: bool) -> Any:
-    def build(case: Case) -> Trial:
-        g = generator(case)
-        codes, scales = saved(case, make_input(case, g, case["dtype"]))
-        weight, bias = norm_parameters(case, g, centered)
-        rows, cols, codec = case["rows"], case["cols"], (case["format"], case["group_size"])
-        wants = case["wants"]
-        parameters = (weight, bias) if centered else (weight,)
-        dequantize = getattr(reference_fused, f"{name}_dequantize")
-        backward = getattr(reference_fused, f"{name}_backward")
-        y = dequantize(codes, scales, cols, *parameters, EPS, *codec, case["dtype"])
-        dy = random((rows, cols), g, y.dtype)
-        # One row, or two, a part.
-        parts = -(-rows // 2) if case["parts"] == "pairs" else rows
-        height = -(-rows // parts)
-        dx = backward(dy, codes, scales, weight, EPS, *codec, case["dtype"])[0]
-        starts = range(0, rows, height)
-        pieces = [[x[r : r + height] for x in (dy, codes, scales)] for r in starts]
-        sums = [backward(*piece, weight, EPS, *codec, case["dtype"]) for piece in pieces]
-        launch = Launch(case)
-        fields = {
-            "in": launch.packed("in", "input", codes, scales),
-            "dtype": dtype_index(case["dtype"]),
-            "norm": {
-                "centered": centered,
-                "weight": launch.vector("weight", weight),
-                "bias": launch.vector("bias", bias),
-                "eps": EPS,
-            },
-            "dy": launch.input("dy", dy) if wants != "y" else absent(dy.dtype),
-            "dx": launch.output("dx", dx if wants in ("all", "dx") else None, 3),
-            "y": launch.output("y", y if wants in ("all", "y") else None),
-            "dweight": launch.sums(
-                "dweight", torch.stack([s[1] for s in sums]) if wants in ("all", "sums") else None
-            ),
-            "dbias": launch.sums(
-                "dbias", torch.stack([s[2] for s in sums]) if centered and wants in ("all", "sums") else None
-            ),
-            "parts": parts,
-        }
-        return launch.trial(f"{name}_backward", structs.RowNormBackwardArgs, fields)
+def build_row_norm_quantize(case: Case) -> Trial:
+    g = generator(case)
+    x = make_input(case, g, case["dtype"])
+    weight, bias = norm_parameters(case, g)
+    parameters = (weight, bias) if case["centered"] else (weight,)
+    quantize = getattr(reference_fused, f"{norm_of(case)}_quantize")
+    y, codes, scales = quantize(x, *parameters, EPS, case["format"], case["group_size"], case["scale_dtype"])
+    launch = Launch(case)
+    fields = {
+        "x": launch.input("x", x),
+        "norm": norm_fields(case, launch, weight, bias),
+        "y": launch.output("y", y),
+        "out": launch.packed("out", "output", codes, scales),
+    }
+    return launch.trial("row_norm_quantize", structs.RowNormQuantizeArgs, fields)
 
-    return build
+
+def build_row_norm_backward(case: Case) -> Trial:
+    g = generator(case)
+    codes, scales = saved(case, make_input(case, g, case["dtype"]))
+    weight, bias = norm_parameters(case, g)
+    rows, cols, codec = case["rows"], case["cols"], (case["format"], case["group_size"])
+    wants, centered = case["wants"], case["centered"]
+    parameters = (weight, bias) if centered else (weight,)
+    dequantize = getattr(reference_fused, f"{norm_of(case)}_dequantize")
+    backward = getattr(reference_fused, f"{norm_of(case)}_backward")
+    y = dequantize(codes, scales, cols, *parameters, EPS, *codec, case["dtype"])
+    dy = random((rows, cols), g, y.dtype)
+    # One row, or two, a part.
+    parts = -(-rows // 2) if case["parts"] == "pairs" else rows
+    height = -(-rows // parts)
+    dx = backward(dy, codes, scales, weight, EPS, *codec, case["dtype"])[0]
+    pieces = [[x[r : r + height] for x in (dy, codes, scales)] for r in range(0, rows, height)]
+    sums = [backward(*piece, weight, EPS, *codec, case["dtype"])[1:] for piece in pieces]
+    wanted_sums = [torch.stack(s) if wants in ("all", "sums") else None for s in zip(*sums, strict=True)]
+    launch = Launch(case)
+    fields = {
+        "in": launch.packed("in", "input", codes, scales),
+        "dtype": dtype_index(case["dtype"]),
+        "norm": norm_fields(case, launch, weight, bias),
+        "dy": launch.input("dy", dy) if wants != "y" else absent(dy.dtype),
+        "dx": launch.output("dx", dx if wants in ("all", "dx") else None, 3),
+        "y": launch.output("y", y if wants in ("all", "y") else None),
+        "dweight": launch.sums("dweight", wanted_sums[0]),
+        "dbias": launch.sums("dbias", wanted_sums[1] if centered else None),
+        "parts": parts,
+    }
+    return launch.trial("row_norm_backward", structs.RowNormBackwardArgs, fields)
 
 
 def build_part_sum(case: Case) -> Trial:
@@ -285,21 +276,26 @@ _FUSED: dict[str, tuple[Any, ...]] = {
     "dtype": layout.FLOAT_DTYPES,
     "alignment": tuple(ALIGNMENTS),
 }
-# A row of more octets than a block has threads, and one that shared memory does not hold.
-_ROWS: dict[str, tuple[Any, ...]] = {**_FUSED, "cols": (1, 33, 100, 256, 300, 2080)}
-_NORM = {**_ROWS, "weight_dtype": layout.FLOAT_DTYPES}
+# Rows of more octets than a block has threads.
+_NORM: dict[str, tuple[Any, ...]] = {
+    **_FUSED,
+    "cols": (1, 33, 100, 256, 300, 2080),
+    "weight_dtype": layout.FLOAT_DTYPES,
+    "vectors": ("aligned", "offset"),
+    "centered": (False, True),
+    "affine": (True, False),
+}
 _BACKWARD = {**_NORM, "wants": ("all", "dx", "sums", "y"), "parts": ("rows", "pairs")}
-_AFFINE: dict[str, tuple[Any, ...]] = {"affine": (True, False)}
 _UP: dict[str, tuple[Any, ...]] = {"up_dtype": layout.FLOAT_DTYPES}
 _GELU: dict[str, tuple[Any, ...]] = {"approximate": ("none", "tanh")}
 _FIXED = {"rows": 3, "scale_dtype": torch.bfloat16}
 
 FUSED_OPS = {
-    "rms_norm_quantize": Op(_NORM, build_norm_quantize("rms_norm", False), _FIXED),
-    "rms_norm_backward": Op(_BACKWARD, build_norm_backward("rms_norm", False), {**_FIXED, "wants": "all"}),
-    "layer_norm_quantize": Op({**_NORM, **_AFFINE}, build_norm_quantize("layer_norm", True), _FIXED),
-    "layer_norm_backward": Op(
-        {**_BACKWARD, **_AFFINE}, build_norm_backward("layer_norm", True), {**_FIXED, "wants": "all"}
+    "row_norm_quantize": Op(_NORM, build_row_norm_quantize, {**_FIXED, "affine": True, "vectors": "aligned"}),
+    "row_norm_backward": Op(
+        _BACKWARD,
+        build_row_norm_backward,
+        {**_FIXED, "affine": True, "vectors": "aligned", "wants": "all", "parts": "pairs"},
     ),
     "part_sum": Op({"format": ("int8",), "parts": (1, 7, 40), "cols": (1, 32, 100)}, build_part_sum, {}),
     "swiglu_quantize": Op({**_FUSED, **_UP, "keep_up": (True, False)}, build_swiglu_quantize, _FIXED),

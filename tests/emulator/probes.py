@@ -42,6 +42,7 @@ BUGS = {
     "write_between_rows": Bug(("out-of-bounds",), "out", gaps=((400, 416),)),
     "shared_past_end": Bug(("out-of-bounds",), "tile"),
     "dynamic_past_end": Bug(("out-of-bounds",), "dynamic"),
+    "dynamic_not_asked_for": Bug(("out-of-bounds",), "dynamic"),
     "uninitialised_global": Bug(("uninitialised",), "out"),
     "uninitialised_shared": Bug(("uninitialised",), "tile"),
     "write_to_input": Bug(("input-write",), "in"),

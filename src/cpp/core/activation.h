@@ -69,15 +69,16 @@ AGOQ_HD constexpr float erf_of(float x) {
 
 AGOQ_HD constexpr float tanh_of(float x) { return sub_rn(1.0f, div_rn(2.0f, add_rn(1.0f, exp_of(mul_rn(2.0f, x))))); }
 
-AGOQ_HD constexpr float sigmoid(float x) { return div_rn(1.0f, add_rn(1.0f, exp_of(-x))); }
+// 1 + exp(-x)
+AGOQ_HD constexpr float sigmoid_denominator(float x) { return add_rn(1.0f, exp_of(-x)); }
+AGOQ_HD constexpr float sigmoid(float x) { return div_rn(1.0f, sigmoid_denominator(x)); }
 
 // --- activations ---------------------------------------------------------------------------------------------
 
-AGOQ_HD constexpr float silu(float x) { return div_rn(x, add_rn(1.0f, exp_of(-x))); }
+AGOQ_HD constexpr float silu(float x) { return div_rn(x, sigmoid_denominator(x)); }
 
-// dy * sigma(x) * (1 + x (1 - sigma(x)))
-AGOQ_HD constexpr float silu_gradient(float dy, float x) {
-  const float s = sigmoid(x);
+// dy * s * (1 + x (1 - s)) with s = sigmoid(x)
+AGOQ_HD constexpr float silu_gradient(float dy, float x, float s) {
   return mul_rn(mul_rn(dy, s), add_rn(1.0f, mul_rn(x, sub_rn(1.0f, s))));
 }
 

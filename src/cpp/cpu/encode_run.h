@@ -5,11 +5,15 @@
 // 8 KiB) stay in the first-level cache between the two passes over them. While it is encoded, memory is asked for the
 // next: hardware that prefetches stops at the end of a page, about once a run.
 
+// Bytes between the codes that are stored and those whose lines memory is asked for.
+inline constexpr int kStoresAhead = 1024;
+
 // What is encoded: elements of a run, in whole blocks, and the extremes of each group.
 struct Tile {
   const void* elements[kRunGroups]; // in the tensor or in `buffer`
   // By field, so that vectors hold the groups of a run.
   float magnitude[kRunGroups] = {}, low[kRunGroups] = {}, high[kRunGroups] = {};
+  int64_t ahead = 0; // bytes from the elements to those that memory is asked for; 0 if they are in `buffer`
   alignas(64) float buffer[kRunElements];
 
   AGOQ_HD void set(int group, const void* group_elements, const Extremes& e) {
@@ -42,6 +46,7 @@ constexpr DType tile_dtype(DType dtype, bool stochastic) {
 template <DType From, DType To, bool Range>
 void load_run(const Dense& x, const Run& run, Tile& tile) {
   const char* source = run.in<From>(x);
+  if constexpr (From == To) tile.ahead = int64_t{2 * kRunGroups} * run.group_size * dtype_bytes(From); // two runs
   for (int i = 0; i < run.count; ++i, source += run.group_size * dtype_bytes(From)) {
     const int size = run.size(i), blocks = run.blocks(i);
     float* buffer = tile.buffer + i * run.group_size;
@@ -113,12 +118,13 @@ AGOQ_HD void store_scales(const RunScales& s, const Run& run, const Packed& out)
 template <Format F, DType D, bool Stochastic>
 void encode_run(const Tile& tile, const Run& run, const Packed& out, const Rounding& rounding) {
   constexpr int bits = FormatTraits<F>::bits, block_bytes = kBlock * dtype_bytes(D);
+  constexpr int low_bytes = bits == 8 ? 32 : 16; // of a block of codes, in its first plane
   constexpr uint8_t zero = static_cast<uint8_t>(FormatTraits<F>::zero_code);
   const RunScales scales = find_scales<F>(tile, out.scale_dtype);
   store_scales<F>(scales, run, out);
   // What loops need is copied: stores of codes might change it otherwise, as far as the compiler knows.
   const int count = run.count, group_size = run.group_size, last_size = run.last_size;
-  const int64_t padded = padded_cols(out.cols), run_bytes = 2 * int64_t{kRunGroups} * group_size * dtype_bytes(D);
+  const int64_t padded = padded_cols(out.cols), ahead = tile.ahead;
   uint8_t* const row = out.codes + run.row * row_bytes(out.cols, bits);
   int64_t block = run.first_block();
   for (int i = 0; i < count; ++i) {
@@ -144,8 +150,8 @@ void encode_run(const Tile& tile, const Run& run, const Packed& out, const Round
         return encode_nearest_block<F>(x, quotients);
     };
     for (int b = 0; b < whole; ++b) {
-      for (int line = 0; line < block_bytes; line += 64) prefetch(elements + b * block_bytes, run_bytes + line);
-      prefetch(row + block * (bits == 8 ? 32 : 16), 1024);
+      for (int line = 0; line < block_bytes; line += 64) prefetch(elements + b * block_bytes, ahead + line);
+      prefetch(row + block * low_bytes, kStoresAhead);
       pack<bits>(encoded(b), row, block++, padded);
     }
     if (__builtin_expect(rest != 0, 0)) pack<bits>(first_codes(encoded(whole), rest, zero), row, block++, padded);

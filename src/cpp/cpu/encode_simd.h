@@ -8,15 +8,14 @@
 // scale)), the fused steps of Markstein's division. Rounding compares the quotient with boundaries B (between two
 // codes; at most 24 bits), so t must only lie on the same side of B as the IEEE quotient, or on B with it:
 // - q is within 1.5 ulp of x / scale and r within 2^-24 of 1 / scale, so t is x / scale with a relative error below
-//   2^-46 rounded to nearest. It can differ from fl(x / scale) only if x / scale is that close to a midpoint of two
-//   floats, and the side of B can differ only at the two midpoints next to B.
+//   2^-46, rounded to nearest. It can differ from fl(x / scale) only if x / scale is that close to a midpoint of two
+//   floats, and its side of B only at the two midpoints next to B.
 // - Only the floats x next to scale * midpoint come that close. For each of the 2^23 mantissas of a scale, each
-// boundary of
-//   every format and its two midpoints, t was compared with fl(x / scale) at these x: never different.
-//   (test_codecs_isa.py does it again, through the kernels.)
+//   boundary of every format and its two midpoints, t was compared with fl(x / scale) at these x: never different.
+//   (test_codecs_isa.py repeats this through the kernels, for a sample of mantissas or for all.)
 // - Exponents do not matter while nothing under- or overflows: with 2^-85 <= scale <= 2^100 the remainder of a quotient
-//   of at least 2^-18, half the smallest boundary, is a multiple of 2^-149. Smaller quotients stay below every
-//   boundary.
+//   of at least 2^-18, half the smallest boundary, is a multiple of 2^-149. Smaller quotients stay below all
+//   boundaries.
 // Other scales are divided by, and the quotient is limited to the codes (it may exceed them where a scale was clamped).
 template <Format F>
 struct Quotients {
@@ -105,8 +104,9 @@ struct Thresholds {
     return true;
   }
 };
-template <Thresholds T>
+template <Thresholds (*Make)()>
 constexpr Cells make_cells() {
+  constexpr Thresholds T = Make();
   static_assert(T.suit_cells());
   Cells cells{};
   for (int cell = -16; cell < 16; ++cell) {
@@ -119,10 +119,10 @@ constexpr Cells make_cells() {
   return cells;
 }
 
-// How many of the thresholds lie below t, given 16 t; out of order.
-template <Thresholds T>
+// How many of Make()'s thresholds lie below t, given 16 t; out of order.
+template <Thresholds (*Make)()>
 AGOQ_HD __m256i count_below(const Values& t) {
-  static constexpr Cells cells = make_cells<T>();
+  static constexpr Cells cells = make_cells<Make>();
   const auto table = [](const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); };
   Floats thresholds[kTableVecs];
 #pragma GCC unroll 2
@@ -154,7 +154,7 @@ template <Format F>
 AGOQ_HD Codes encode_nearest_block(const Values& x, const Quotients<F>& quotients) {
   const Values t = quotients(x);
   if constexpr (F == Format::nf4) {
-    return {in_order(count_below<nf4_nearest_thresholds()>(t))};
+    return {in_order(count_below<nf4_nearest_thresholds>(t))};
   } else {
     Ints wide[kVecs];
 #pragma GCC unroll 8

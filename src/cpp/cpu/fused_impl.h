@@ -337,11 +337,16 @@ void swiglu_quantize(const SwigluQuantizeArgs& a, int64_t begin, int64_t end) {
 }
 
 void swiglu_backward(const SwigluBackwardArgs& a, int64_t begin, int64_t end) {
-  alignas(64) Buffer gate, up, act, dh, out;
+  alignas(64) Buffer gate, up, act, sigmoids, dh, out;
   for_each_piece(a.gate, kPiece, begin, end, [&](const Piece& p) {
     decode_piece(a.gate, p, a.gate_dtype, out, gate);
     if (a.up.codes != nullptr) decode_piece(a.up, p, a.up_dtype, out, up);
-    if (a.h.data != nullptr || a.dup.data != nullptr) silu_all(gate, p.count, a.gate_dtype, act);
+    for (int64_t i = 0; i < p.count; ++i) { // one exp for both
+      const float denominator = sigmoid_denominator(gate[i]);
+      act[i] = gate[i] / denominator;
+      sigmoids[i] = 1.0f / denominator;
+    }
+    round_all(act, p.count, a.gate_dtype);
     if (a.h.data != nullptr) {
       multiply(act, up, p.count, out);
       narrow(out, p.count, a.h.dtype, address_of(a.h, p.row, p.col));
@@ -355,7 +360,7 @@ void swiglu_backward(const SwigluBackwardArgs& a, int64_t begin, int64_t end) {
     if (a.dgate.data != nullptr) {
       multiply(dh, up, p.count, out);
       round_all(out, p.count, a.gate_dtype);
-      for (int64_t i = 0; i < p.count; ++i) out[i] = silu_gradient(out[i], gate[i]);
+      for (int64_t i = 0; i < p.count; ++i) out[i] = silu_gradient(out[i], gate[i], sigmoids[i]);
       narrow(out, p.count, a.dgate.dtype, address_of(a.dgate, p.row, p.col));
     }
   });

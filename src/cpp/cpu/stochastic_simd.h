@@ -31,7 +31,7 @@ AGOQ_HD Codes round_nf4_stochastically(Values t, const float* u) {
     t.v[i] = max_of(min_of(t.v[i], splat(1.0f)), splat(-1.0f));
     sixteen_t.v[i] = mul(t.v[i], splat(16.0f));
   }
-  const __m256i low = count_below<nf4_floor_thresholds()>(sixteen_t);
+  const __m256i low = count_below<nf4_floor_thresholds>(sixteen_t);
   const GroupDecoder<Format::nf4> value(1.0f, 0.0f, 1.0f);
   Floats v0[kVecs], v1[kVecs];
   lookup16(value.table, low, v0);

@@ -38,12 +38,10 @@ struct CudaBackend {
   static constexpr int64_t kRowParts = 512;
 
   void row_norm_quantize(const char* op, const RowNormQuantizeArgs& a) const {
-    check(op,
-          a.norm.centered ? cuda::launch_layer_norm_quantize(a, stream) : cuda::launch_rms_norm_quantize(a, stream));
+    check(op, cuda::launch_row_norm_quantize(a, stream));
   }
   void row_norm_backward(const char* op, const RowNormBackwardArgs& a) const {
-    check(op,
-          a.norm.centered ? cuda::launch_layer_norm_backward(a, stream) : cuda::launch_rms_norm_backward(a, stream));
+    check(op, cuda::launch_row_norm_backward(a, stream));
   }
   void part_sum(const char* op, const PartSumArgs& a) const { check(op, cuda::launch_part_sum(a, stream)); }
   void swiglu_quantize(const SwigluQuantizeArgs& a) const {

@@ -50,6 +50,15 @@ __global__ void dynamic_past_end(Probe p) {
 PLANT(dynamic_past_end, 2, 128, 512)
 
 template <bool Bug>
+__global__ void dynamic_not_asked_for(Probe p) { // the launch gives it none; naming it alone is fine
+  AGOQ_DYNAMIC_SHARED(bytes);
+  const int64_t i = my_index();
+  if (Bug && i == 0) bytes[0] = 1; // FOUND dynamic_not_asked_for
+  p.out[i] = p.in[i];
+}
+PLANT(dynamic_not_asked_for, 2, 128, 0)
+
+template <bool Bug>
 __global__ void uninitialised_global(Probe p) {
   const int64_t i = my_index();
   if (Bug)
