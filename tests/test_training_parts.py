@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from agoq_ext.errors import UserError
 from agoq_ext.training import checkpoint, config, data
 from agoq_ext.training.config import TrainConfig
 from agoq_ext.training.model import learning_rate, make_optimizer
+from agoq_ext.training.signals import StopRequest
 
 # --- data ----------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,18 @@ def test_options_survive_their_checkpoint() -> None:
     config.check_resumable(options, {"steps": 9, "data": ("a", "b"), "seed": 5}, "file")
     with pytest.raises(UserError, match="--seed 5; got --seed 6"):
         config.check_resumable(options, {"seed": 6}, "file")
+
+
+def test_an_echo_of_a_signal_is_not_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    stop = StopRequest()
+    assert not stop.receive(signal.SIGINT)
+    now = 5.9
+    assert not stop.receive(signal.SIGTERM)
+    now = 6.1
+    assert stop.receive(signal.SIGTERM)
+    assert stop.signal == signal.SIGINT
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ class _LocalRanks:
         self.config = config
         self.resume = resume
         self.ranks: list[_Rank] = []
-        self.signals: list[int] = []
+        self.stop = StopRequest()
+        self.forced = False
 
     def run(self) -> int:
         previous = (
@@ -131,15 +132,15 @@ class _LocalRanks:
             report_end.close()
             lifeline_end.close()
             self.ranks.append(_Rank(index, process, reports, lifeline))
-        if self.signals:  # it came before the last rank was there to be told
+        if self.stop.signal:  # it came before the last rank was there to be told
             for rank in self.ranks:
                 rank.ask_to_stop()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks the ranks to stop at a step's end, the second ends them."""
-        self.signals.append(number)
+        """The first request asks the ranks to stop at a step's end, the second ends them."""
+        self.forced |= self.stop.receive(number)
         for rank in self.ranks:
-            if len(self.signals) > 1:
+            if self.forced:
                 rank.kill()
             else:
                 rank.ask_to_stop()
@@ -166,9 +167,10 @@ class _LocalRanks:
         for report in reports:
             if report.user_error is not None:
                 raise UserError(report.user_error)
-        if len(self.signals) > 1 or (self.signals and len(reports) < len(self.ranks)):
-            complain(f"stopped at once by {signal.Signals(self.signals[-1]).name}{kept(self.config)}")
-            return exit_status(self.signals[-1])
+        signalled = self.stop.signal
+        if self.forced or (signalled and len(reports) < len(self.ranks)):
+            complain(f"stopped at once by {signal.Signals(signalled).name}{kept(self.config)}")
+            return exit_status(signalled)
         # A rank that died is the cause; what the others then report (a lost connection) follows from it.
         for rank in self.ranks:
             if rank.report is None and not rank.ended_by_us:
@@ -183,7 +185,7 @@ class _LocalRanks:
             complain(f"rank {index} failed; training stopped{kept(self.config)}")
             return EXIT_FAILED
         status = max(report.status for report in reports)
-        return exit_status(self.signals[0]) if self.signals and status > 128 else status
+        return exit_status(signalled) if signalled and status > 128 else status
 
 
 def _death(exitcode: int) -> str:

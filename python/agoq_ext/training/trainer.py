@@ -68,6 +68,7 @@ class Trainer:
         self.step = 0
         self.wire_bytes = 0
         self._written = 0  # by this rank within steps, before their closing exchange
+        self._cpu_seconds = 0.0
         self.train_seconds = 0.0
         self.recent_losses: deque[float] = deque(maxlen=max(1, config.steps // 20))
         if loaded is not None:
@@ -145,7 +146,7 @@ class Trainer:
     def _step(self, metrics: Metrics | None, stop: StopRequest) -> int:
         """One optimizer step; returns the signal that any rank has received, 0 if none."""
         config = self.config
-        began, written = time.perf_counter(), process.written_bytes()
+        began, cpu_began, written = time.perf_counter(), time.process_time(), process.written_bytes()
         rate = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -165,6 +166,7 @@ class Trainer:
                 "smaller --lr"
             )
         seconds = time.perf_counter() - began
+        self._cpu_seconds += time.process_time() - cpu_began
         self.step += 1
         self.wire_bytes += int(rows[:, 2].sum())
         self.train_seconds += seconds
@@ -220,8 +222,8 @@ class Trainer:
     def _summary(self, metrics: Metrics | None) -> dict[str, Any]:
         """What the run measured; rank 0 also writes it to summary.json."""
         config = self.config
-        rows = self.world.gather([process.peak_resident_bytes(), self._written])
-        peak, written = int(rows[:, 0].max()), int(rows[:, 1].sum())
+        rows = self.world.gather([process.peak_resident_bytes(), self._written, self._cpu_seconds])
+        peak, written, cpu_seconds = int(rows[:, 0].max()), int(rows[:, 1].sum()), rows[:, 2].max().item()
         validation = self.validation_loss()
         if metrics:
             metrics.validation(self.step, validation)
@@ -235,8 +237,9 @@ class Trainer:
             "saved_activation_bytes": activations["total_bytes"],
             "saved_activation_bytes_by_operator": activations["by_operator"],
             "wire_bytes": self.wire_bytes,
-            # Counts this process alone, so it is the whole run's only where the run was not resumed.
+            # These two count this process alone: they are the whole run's only where it was not resumed.
             "kernel_written_bytes": written if written and not self.first_step else None,
+            "train_cpu_seconds": cpu_seconds if not self.first_step else None,
             "peak_rss_bytes": peak,
             "steps": self.step,
             "tokens": tokens,
