@@ -11,7 +11,6 @@ Before anything is timed, results are compared with the reference.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
@@ -47,15 +46,6 @@ class Result:
     share_p75: float
     copy_gb_s: float
     required: float | None
-
-
-def keep_freed_memory() -> None:
-    """Makes malloc keep what is freed, so that the op that returns a new tensor (reduce) meets no page faults."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        m_trim_threshold, m_mmap_max = -1, -4
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def bytes_of(*tensors: Tensor) -> int:
@@ -101,8 +91,8 @@ def calls_of(
         "dequantize": (lambda: ops.dequantize_out(packed, scales, y, format, group_size), x.nbytes + codes),
         "accumulate_": (lambda: ops.accumulate_(*inout, x, 0.01, format, group_size), x.nbytes + 2 * codes),
         "reduce": (
-            lambda: ops.reduce(*shards, COLS, format, group_size, 1 / SHARDS, x.dtype),
-            bytes_of(*shards) + rows * COLS * x.element_size(),
+            lambda: ops.reduce_out(*shards, y[:rows], format, group_size, 1 / SHARDS),
+            bytes_of(*shards) + y[:rows].nbytes,
         ),
         "quantize stochastic": (lambda: quantize("stochastic"), x.nbytes + codes),
     }
@@ -177,7 +167,6 @@ def main() -> int:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=9)
     options = parser.parse_args()
-    keep_freed_memory()
     results: list[Result] = []
     for threads in map(int, options.threads.split(",")):
         for name in options.dtypes.split(","):

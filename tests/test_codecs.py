@@ -150,6 +150,9 @@ def test_reduce_equals_reference(format: str, shards: int) -> None:
     for dtype in layout.FLOAT_DTYPES:
         got = ops.reduce(packed, scales, cols, format, group_size, 1 / 3, dtype)
         assert_same_bits(got, reference.reduce(packed, scales, cols, format, group_size, 1 / 3, dtype))
+        out = torch.empty(1, cols, dtype=dtype)
+        ops.reduce_out(packed, scales, out, format, group_size, 1 / 3)
+        assert_same_bits(out, got)
     total = reference.reduce(packed, scales, cols, format, group_size, 1 / 3, F32)
     for rounding in layout.ROUNDINGS:
         seed = torch.tensor([9]) if rounding == "stochastic" else None
@@ -334,6 +337,7 @@ def op_samples() -> list[tuple[str, tuple]]:
         ("dequantize_out", (q.packed, q.scales, "uint4", 32, torch.empty(3, 70))),
         ("accumulate_", (q.packed.clone(), q.scales.clone(), x, 0.5, "uint4", 32, "nearest", None, 0)),
         ("reduce", (*shards, 70, "uint4", 32, 0.5, F32)),
+        ("reduce_out", (*shards, "uint4", 32, 0.5, torch.empty(3, 70))),
         ("reduce_quantize_out", (*shards, 70, "uint4", 32, 0.5, "nearest", None, 0, q.packed.clone(), q.scales.clone())),
         ("norm", (q.packed, q.scales, 70, "uint4", 32)),
     ]  # fmt: skip
@@ -342,6 +346,27 @@ def op_samples() -> list[tuple[str, tuple]]:
 @pytest.mark.parametrize("name,args", op_samples(), ids=lambda v: v if isinstance(v, str) else "")
 def test_opcheck(name: str, args: tuple) -> None:
     torch.library.opcheck(getattr(torch.ops.agoq, name).default, args)
+
+
+@pytest.mark.parametrize("name,args", op_samples(), ids=lambda v: v if isinstance(v, str) else "")
+def test_mutation_raises_version_counters(name: str, args: tuple) -> None:
+    """Of what is written and of nothing else, so that autograd notices a saved tensor that has changed."""
+    op = getattr(torch.ops.agoq, name).default
+    tensors = [(a, v) for a, v in zip(op._schema.arguments, args) if isinstance(v, Tensor)]
+    before = [v._version for _, v in tensors]
+    op(*args)
+    for (argument, value), version in zip(tensors, before):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        assert (value._version > version) == written, argument.name
+
+
+def test_a_changed_saved_tensor_is_noticed() -> None:
+    x = torch.randn(2, 64, requires_grad=True)
+    factors = torch.zeros(2, 64)
+    loss = (x * factors).sum()  # saves factors
+    ops.dequantize_out(*ops.quantize(torch.randn(2, 64), "int8", 64), factors, "int8", 64)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_every_op_is_checked() -> None:
@@ -429,6 +454,24 @@ X = torch.zeros(2, 64)
         (
             lambda: ops.reduce(X.byte()[None], X[None, :, :1].bfloat16(), 64, "int4", 128),
             r"reduce: packed must have shape \(1, 2, 32\); got \(1, 2, 64\)",
+        ),
+        (
+            lambda: ops.reduce_out(X.byte()[None], X[None, :, :1].bfloat16(), X[:1], "int8", 128),
+            r"reduce_out: packed must have shape \(1, 1, 64\); got \(1, 2, 64\)",
+        ),
+        (
+            lambda: ops.dequantize_out(X.byte(), X[:, :1].bfloat16(), X.t().contiguous().t(), "int8", 128),
+            r"dequantize_out: out must be contiguous; got strides \(1, 2\) for shape \(2, 64\)",
+        ),
+        (
+            lambda: ops.dequantize_out(
+                X.byte(), X[:, :1].bfloat16(), X.clone().requires_grad_(), "int8", 128
+            ),
+            "dequantize_out: out must not require gradients",
+        ),
+        (
+            lambda: ops.accumulate_(X.byte(), X[:, :1].bfloat16(), X.to("meta"), 1.0, "int8", 128),
+            "accumulate_: x must be on packed's device cpu; got meta",
         ),
     ),
 )

@@ -230,6 +230,19 @@ def test_quotients_for_many_mantissas_of_a_scale(isa: str, format: str) -> None:
         compare_at_boundaries(format, mantissas, isa)
 
 
+@each_isa
+@each_format
+def test_every_quotient_of_bfloat16_significands(isa: str, format: str) -> None:
+    """All significands of elements, over twelve binades, in groups whose largest element has each of the significands."""
+    largest = (torch.arange(128) + (127 << 7)).to(torch.int16)
+    below = largest[:, None] - torch.arange(12 * 128).to(torch.int16)  # patterns order like magnitudes
+    x = torch.cat([below, below ^ -0x8000], dim=1)  # of both signs
+    groups = -(-x.shape[1] // 31)
+    x = torch.nn.functional.pad(x, (0, groups * 31 - x.shape[1])).view(128, groups, 31)
+    x = torch.cat([largest[:, None, None].expand(-1, groups, 1), x], dim=-1).reshape(128, -1)
+    quantize_both(x.view(torch.bfloat16), format, 32, torch.bfloat16, "nearest", 0, isa)
+
+
 # --- accumulate_, reduce, norm -------------------------------------------------------------------------------
 
 

@@ -55,8 +55,30 @@ def _check_packed(
     lead = tuple(packed.shape[:-2])
     _check_shape(op, "packed", packed, lead + layout.packed_shape(rows, cols, format))
     _check_shape(op, "scales", scales, lead + layout.scales_shape(rows, cols, format, group_size))
-    if packed.device != scales.device:
-        raise ValueError(f"{op}: scales must be on packed's device {packed.device}; got {scales.device}")
+    _check_device(op, "scales", scales, packed.device)
+
+
+def _check_shards(op: str, packed: Tensor, scales: Tensor, cols: int, format: str, group_size: int) -> None:
+    _check_packed(op, packed, scales, cols, format, group_size, shards=True)
+    if packed.shape[0] < 1:
+        raise ValueError(f"{op}: packed must hold at least one shard; got shape {tuple(packed.shape)}")
+
+
+def _check_device(op: str, argument: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{op}: {argument} must be on packed's device {device}; got {tensor.device}")
+
+
+def _check_out(op: str, out: Tensor) -> None:
+    _check_input(op, out, "out")
+    if not out.is_contiguous():
+        raise ValueError(
+            f"{op}: out must be contiguous; got strides {out.stride()} for shape {tuple(out.shape)}"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: out must not require gradients, except under torch.no_grad(); got one that does"
+        )
 
 
 def _check_offset(op: str, element_offset: int) -> None:
@@ -132,6 +154,7 @@ def quantize_out(
     rows, cols = layout.as_rows(x.shape)
     _check_packed("quantize_out", packed, scales, cols, format, group_size)
     _check_shape("quantize_out", "packed", packed, layout.packed_shape(rows, cols, format))
+    _check_device("quantize_out", "x", x, packed.device)
     _check_offset("quantize_out", element_offset)
     seed = seed_tensor("quantize_out", rounding, seed, x.device)
     _agoq.quantize_out(x.detach(), format, group_size, rounding, seed, element_offset, packed, scales)
@@ -155,10 +178,11 @@ def dequantize(
 def dequantize_out(packed: Tensor, scales: Tensor, out: Tensor, format: str, group_size: int) -> None:
     """`dequantize` into `out` [rows, cols], contiguous, float32, float16 or bfloat16."""
     _check_codec("dequantize_out", format, group_size)
-    _check_input("dequantize_out", out, "out")
+    _check_out("dequantize_out", out)
     rows, cols = layout.as_rows(out.shape)
     _check_packed("dequantize_out", packed, scales, cols, format, group_size)
     _check_shape("dequantize_out", "packed", packed, layout.packed_shape(rows, cols, format))
+    _check_device("dequantize_out", "out", out, packed.device)
     _agoq.dequantize_out(packed, scales, format, group_size, out)
 
 
@@ -186,6 +210,7 @@ def accumulate_(
     rows, cols = layout.as_rows(x.shape)
     _check_packed("accumulate_", packed, scales, cols, format, group_size)
     _check_shape("accumulate_", "packed", packed, layout.packed_shape(rows, cols, format))
+    _check_device("accumulate_", "x", x, packed.device)
     _check_offset("accumulate_", element_offset)
     seed = seed_tensor("accumulate_", rounding, seed, x.device)
     _agoq.accumulate_(packed, scales, x.detach(), factor, format, group_size, rounding, seed, element_offset)
@@ -210,11 +235,22 @@ def reduce(
         `dtype` [rows, cols]. An overflow is Inf: sums are not saturated.
     """
     _check_codec("reduce", format, group_size)
-    _check_packed("reduce", packed, scales, cols, format, group_size, shards=True)
+    _check_shards("reduce", packed, scales, cols, format, group_size)
     layout.check_float_dtype("reduce", dtype, argument="dtype")
-    if packed.shape[0] < 1:
-        raise ValueError(f"reduce: packed must hold at least one shard; got shape {tuple(packed.shape)}")
     return _agoq.reduce(packed, scales, cols, format, group_size, factor, dtype)
+
+
+def reduce_out(
+    packed: Tensor, scales: Tensor, out: Tensor, format: str, group_size: int, factor: float = 1.0
+) -> None:
+    """`reduce` into `out` [rows, cols], contiguous, float32, float16 or bfloat16."""
+    _check_codec("reduce_out", format, group_size)
+    _check_out("reduce_out", out)
+    rows, cols = layout.as_rows(out.shape)
+    _check_shards("reduce_out", packed, scales, cols, format, group_size)
+    _check_shape("reduce_out", "packed", packed, (packed.shape[0], *layout.packed_shape(rows, cols, format)))
+    _check_device("reduce_out", "out", out, packed.device)
+    _agoq.reduce_out(packed, scales, format, group_size, factor, out)
 
 
 def reduce_quantize_out(
@@ -233,11 +269,10 @@ def reduce_quantize_out(
     """`reduce`, then `quantize` of the FP32 result into given buffers, in one pass and in the same format."""
     op = "reduce_quantize_out"
     _check_codec(op, format, group_size, rounding)
-    _check_packed(op, packed, scales, cols, format, group_size, shards=True)
+    _check_shards(op, packed, scales, cols, format, group_size)
     _check_packed(op, out_packed, out_scales, cols, format, group_size)
-    if packed.shape[0] < 1:
-        raise ValueError(f"{op}: packed must hold at least one shard; got shape {tuple(packed.shape)}")
     _check_shape(op, "out_packed", out_packed, tuple(packed.shape[1:]))
+    _check_device(op, "out_packed", out_packed, packed.device)
     _check_offset(op, element_offset)
     seed = seed_tensor(op, rounding, seed, packed.device)
     _agoq.reduce_quantize_out(
@@ -300,5 +335,29 @@ def _no_result_fake(*args):
     return None
 
 
-for _name in ("quantize_out", "dequantize_out", "accumulate_", "reduce_quantize_out"):
-    torch.library.register_fake(f"agoq::{_name}", _no_result_fake)
+# --- ops that write into their arguments ---------------------------------------------------------------------
+
+_library = torch.library.Library("agoq", "IMPL")
+
+
+def _register_mutation(name: str) -> None:
+    """The op's fake, and that it raises the version counters of what it writes.
+
+    Without the latter autograd would not notice that a tensor saved for backward has changed since.
+    """
+    torch.library.register_fake(f"agoq::{name}", _no_result_fake)
+    op = getattr(_agoq, name).default
+    arguments = op._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def raise_versions(keyset: torch._C.DispatchKeySet, *args: object) -> None:
+        for i in written:
+            torch.autograd.graph.increment_version(args[i])  # type: ignore[arg-type]
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    _library.impl(name, raise_versions, "ADInplaceOrView", with_keyset=True)
+
+
+for _name in ("quantize_out", "dequantize_out", "accumulate_", "reduce_out", "reduce_quantize_out"):
+    _register_mutation(_name)

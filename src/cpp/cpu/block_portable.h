@@ -203,6 +203,12 @@ __attribute__((noinline)) Codes encode_nearest_block(const Values& x, const Quot
   return codes;
 }
 
+// There is no search among patterns here.
+template <Format F>
+inline constexpr bool kSearchesPatterns = false;
+template <Format F>
+struct PatternSearch;
+
 template <Format F>
 struct GroupDecoder {
   float scale, min, limit;

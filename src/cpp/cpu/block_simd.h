@@ -112,6 +112,7 @@ AGOQ_HD Values product(const Values& a, float factor) {
 }
 // Every NaN in the one pattern that is written.
 AGOQ_HD Values one_nan(const Values& a) {
+  if (__builtin_expect(!has_nan(a.v), 1)) return a;
   Values out;
 #pragma GCC unroll 8
   for (int i = 0; i < kVecs; ++i) out.v[i] = choose(unequal_to_itself(a.v[i]), splat(bits_float(kFloatNan)), a.v[i]);

@@ -80,21 +80,63 @@ void decode_to_tensor(const Packed& in, const Run& run, const Dense& out, bool s
 
 // --- sums ----------------------------------------------------------------------------------------------------
 
+// The shard `w` of `in`.
+AGOQ_HD Packed shard_of(const Shards& in, int64_t w) {
+  Packed shard = in.first;
+  shard.codes += w * in.codes_stride;
+  shard.scales = static_cast<char*>(shard.scales) + w * dtype_bytes(shard.scale_dtype) * in.scales_stride;
+  return shard;
+}
+
+// total = a, or with Add total + a.
+template <Format F, bool Add>
+AGOQ_HD void sum_one(const Packed& a, const Run& run, float* total) {
+  decode_values<F>(a, run, [&](int element, const Values& values, int) __attribute__((always_inline)) {
+    float* target = total + element;
+    store_floats(Add ? sum(load_values<DType::float32>(target), values) : values, target);
+  });
+}
+
+// The same for one after the other of two shards, with one load and store of the total.
+template <Format F, bool Add>
+AGOQ_HD void sum_two(const Packed& in_a, const Packed& in_b, const Run& run, float* total) {
+  constexpr int bits = FormatTraits<F>::bits, low_bytes = bits == 8 ? 32 : 16;
+  const Packed a = in_a, b = in_b; // copied, as in decode_run
+  const int64_t padded = padded_cols(a.cols), bytes = run.row * row_bytes(a.cols, bits), position = run.position;
+  const uint8_t *row_a = a.codes + bytes, *row_b = b.codes + bytes;
+  int64_t block = run.first_block();
+  for (int i = 0; i < run.count; ++i) {
+    const GroupScale s = load_scale<F>(a, position + i), t = load_scale<F>(b, position + i);
+    const int blocks = run.blocks(i);
+    float* target = total + i * run.group_size;
+    if (__builtin_expect(!is_finite(s.scale + s.min + t.scale + t.min), 0)) { // or a sum of finite ones overflows
+      const Run group = {run.row, position + i, run.col + i * run.group_size, 1, run.group_size, run.size(i)};
+      sum_one<F, Add>(a, group, target);
+      sum_one<F, true>(b, group, target);
+      block += blocks;
+      continue;
+    }
+    const GroupDecoder<F> decode_a(s.scale, s.min, kFloatMax), decode_b(t.scale, t.min, kFloatMax);
+    for (int k = 0; k < blocks; ++k, ++block, target += kBlock) {
+      prefetch(row_a + block * low_bytes, kCodesAhead);
+      prefetch(row_b + block * low_bytes, kCodesAhead);
+      const Values first = decode_a(unpack<bits>(row_a, block, padded));
+      const Values both = sum(Add ? sum(load_values<DType::float32>(target), first) : first,
+                              decode_b(unpack<bits>(row_b, block, padded)));
+      store_floats(both, target);
+    }
+  }
+}
+
 // The sum of a run over the shards, in order: whole blocks, what follows a short group included.
 using SumFn = void (*)(const Shards&, const Run&, float*);
 template <Format F>
 void sum_shards(const Shards& in, const Run& run, float* total) {
-  Packed shard = in.first;
-  decode_values<F>(shard, run, [&](int element, const Values& values, int) __attribute__((always_inline)) {
-    store_floats(values, total + element);
-  });
-  for (int64_t w = 1; w < in.count; ++w) {
-    shard.codes += in.codes_stride;
-    shard.scales = static_cast<char*>(shard.scales) + dtype_bytes(shard.scale_dtype) * in.scales_stride;
-    decode_values<F>(shard, run, [&](int element, const Values& values, int) __attribute__((always_inline)) {
-      store_floats(sum(load_values<DType::float32>(total + element), values), total + element);
-    });
-  }
+  if (in.count == 1) return sum_one<F, false>(in.first, run, total);
+  sum_two<F, false>(in.first, shard_of(in, 1), run, total);
+  int64_t w = 2;
+  for (; w + 1 < in.count; w += 2) sum_two<F, true>(shard_of(in, w), shard_of(in, w + 1), run, total);
+  if (w < in.count) sum_one<F, true>(shard_of(in, w), run, total);
 }
 
 // factor * total, NaN in its one pattern.
@@ -112,10 +154,25 @@ void put_scaled(const float* total, float factor, const Run& run, const Dense& o
                     target + e * dtype_bytes(D), past_caches);
 }
 
+// Multiplies the sums in the tile's buffer by `factor`.
+template <bool Range>
+void scale_total(float factor, const Run& run, Tile& tile) {
+  for (int i = 0; i < run.count; ++i) {
+    float* total = tile.buffer + i * run.group_size;
+    pad_with_first<float>(total, run.size(i));
+    ExtremesSoFar<Range> so_far;
+    for (int b = 0; b < run.blocks(i); ++b) {
+      const Values v = scaled_block(total + b * kBlock, factor);
+      store_floats(v, total + b * kBlock);
+      so_far.include(v);
+    }
+    tile.set(i, total, so_far.result());
+  }
+}
+
 // decode(inout) + factor * x of a run, in whole blocks.
 template <Format F, DType D>
 void add_scaled(const Packed& inout, const Dense& x, float factor, const Run& run, Tile& tile) {
-  constexpr bool range = FormatTraits<F>::has_min;
   const int64_t run_bytes = int64_t{kRunGroups} * run.group_size * dtype_bytes(D);
   const char* source = run.in<D>(x);
   float* total = tile.buffer;
@@ -130,8 +187,11 @@ void add_scaled(const Packed& inout, const Dense& x, float factor, const Run& ru
     }
     store_floats(sum(values, product(load_values<D>(elements), factor)), total + element);
   });
+  // Apart: together with the sums the extremes would need more registers than there are.
   for (int i = 0; i < run.count; ++i, total += run.group_size) {
     pad_with_first<float>(total, run.size(i));
-    tile.set(i, total, extremes_of<range>(total, run.blocks(i)));
+    ExtremesSoFar<FormatTraits<F>::has_min> so_far;
+    for (int b = 0; b < run.blocks(i); ++b) so_far.include(load_values<DType::float32>(total + b * kBlock));
+    tile.set(i, total, so_far.result());
   }
 }

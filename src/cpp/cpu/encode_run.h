@@ -29,14 +29,6 @@ AGOQ_HD void pad_with_first(void* elements, int count) {
   for (int i = count; i % kBlock != 0; ++i) p[i] = p[0];
 }
 
-// Extremes of FP32 values in whole blocks.
-template <bool Range>
-AGOQ_HD Extremes extremes_of(const float* values, int blocks) {
-  ExtremesSoFar<Range> so_far;
-  for (int b = 0; b < blocks; ++b) so_far.include(load_values<DType::float32>(values + b * kBlock));
-  return so_far.result();
-}
-
 // What encode_run reads of a tensor's dtype: FP16 comes widened to FP32, and all dtypes do for stochastic rounding.
 constexpr DType tile_dtype(DType dtype, bool stochastic) {
   return dtype == DType::bfloat16 && !stochastic ? DType::bfloat16 : DType::float32;
@@ -140,21 +132,31 @@ void encode_run(const Tile& tile, const Run& run, const Packed& out, const Round
       const int64_t element = rounding.element_offset + run.row * out.cols + run.col + i * group_size;
       randoms.fill(static_cast<uint64_t>(*rounding.seed), static_cast<uint64_t>(element), whole * kBlock + rest);
     }
-    const Quotients<F> quotients(d);
     const char* elements = static_cast<const char*>(tile.elements[i]);
-    const auto encoded = [&](int b) __attribute__((always_inline)) {
+    // Packs the codes of encoded(block of the group).
+    const auto put = [&](auto&& encoded) __attribute__((always_inline)) {
+      for (int b = 0; b < whole; ++b) {
+        for (int line = 0; line < block_bytes; line += 64) prefetch(elements + b * block_bytes, ahead + line);
+        prefetch(row + block * low_bytes, kStoresAhead);
+        pack<bits>(encoded(b), row, block++, padded);
+      }
+      if (__builtin_expect(rest != 0, 0)) pack<bits>(first_codes(encoded(whole), rest, zero), row, block++, padded);
+    };
+    if constexpr (D == DType::bfloat16 && kSearchesPatterns<F>) {
+      if (__builtin_expect(d.ordinary && out.scale_dtype == DType::bfloat16, 1)) {
+        const PatternSearch<F> search(d.scale);
+        put([&](int b) __attribute__((always_inline)) { return search(elements + b * block_bytes); });
+        continue;
+      }
+    }
+    const Quotients<F> quotients(d);
+    put([&](int b) __attribute__((always_inline)) {
       const Values x = load_values<D>(elements + b * block_bytes);
       if constexpr (Stochastic)
         return encode_stochastic_block<F>(x, d, randoms.at(b));
       else
         return encode_nearest_block<F>(x, quotients);
-    };
-    for (int b = 0; b < whole; ++b) {
-      for (int line = 0; line < block_bytes; line += 64) prefetch(elements + b * block_bytes, ahead + line);
-      prefetch(row + block * low_bytes, kStoresAhead);
-      pack<bits>(encoded(b), row, block++, padded);
-    }
-    if (__builtin_expect(rest != 0, 0)) pack<bits>(first_codes(encoded(whole), rest, zero), row, block++, padded);
+    });
   }
 }
 

@@ -54,6 +54,7 @@ AGOQ_HD void prefetch(const void* p, int64_t ahead) {
 #include "block_simd.h"
 #include "decode_simd.h"
 #include "encode_simd.h"
+#include "pattern_search.h"
 #include "stochastic_portable.h"
 #include "stochastic_simd.h"
 #else
@@ -161,16 +162,13 @@ void reduce_quantize(const ReduceQuantizeArgs& a, int64_t begin, int64_t end) {
   Packed out = a.out;
   join_rows(in.first);
   join_rows(out);
+  using ScaleFn = void (*)(float, const Run&, Tile&);
+  const ScaleFn scale_run =
+      with_bool(needs_range(out.format), [](auto r) -> ScaleFn { return scale_total<decltype(r)::value>; });
   Tile tile;
   for_each_run(out, begin, end, [&](const Run& run) {
     sum_of(in, run, tile.buffer);
-    for (int i = 0; i < run.count; ++i) {
-      float* total = tile.buffer + i * run.group_size;
-      for (int b = 0; b < run.blocks(i); ++b)
-        store_floats(scaled_block(total + b * kBlock, a.factor), total + b * kBlock);
-      pad_with_first<float>(total, run.size(i));
-      tile.set(i, total, extremes_of<true>(total, run.blocks(i)));
-    }
+    scale_run(a.factor, run, tile);
     encode(tile, run, out, a.rounding);
   });
 }

@@ -67,6 +67,10 @@ AGOQ_HD void multiply_wide(Ints a, uint32_t b, Ints& low, Ints& high) {
 
 AGOQ_HD Ints greater(Floats a, Floats b) { return bits_of(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 AGOQ_HD Ints unequal_to_itself(Floats a) { return bits_of(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+AGOQ_HD bool has_nan(const Floats (&v)[kVecs]) {
+  const Floats a = _mm256_cmp_ps(v[0], v[1], _CMP_UNORD_Q), b = _mm256_cmp_ps(v[2], v[3], _CMP_UNORD_Q);
+  return _mm256_movemask_ps(_mm256_or_ps(a, b)) != 0;
+}
 AGOQ_HD Floats choose(Ints condition, Floats yes, Floats no) { return _mm256_blendv_ps(no, yes, floats_of(condition)); }
 
 // --- across lanes --------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ AGOQ_HD void multiply_wide(Ints a, uint32_t b, Ints& low, Ints& high) {
 
 AGOQ_HD Ints greater(Floats a, Floats b) { return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)); }
 AGOQ_HD Ints unequal_to_itself(Floats a) { return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q)); }
+AGOQ_HD bool has_nan(const Floats (&v)[kVecs]) { return _mm512_cmp_ps_mask(v[0], v[1], _CMP_UNORD_Q) != 0; }
 AGOQ_HD Floats choose(Ints condition, Floats yes, Floats no) {
   return _mm512_mask_blend_ps(_mm512_movepi32_mask(condition), no, yes);
 }

@@ -97,6 +97,17 @@ Tensor reduce(const Tensor& packed, const Tensor& scales, int64_t cols, StringHa
 }
 
 template <class Backend>
+void reduce_out(const Tensor& packed, const Tensor& scales, StringHandle format, int64_t group_size, double factor,
+                const Tensor& out) {
+  constexpr const char* op = "reduce_out";
+  const Format f = take_format(op, format);
+  const Shards in = shards_view(op, packed, scales, cols_of(out), f, checked_group_size(op, group_size));
+  STD_TORCH_CHECK(rows_of(out) == in.first.rows, op, ": out must have the shards' ", in.first.rows, " rows; got ",
+                  rows_of(out));
+  Backend(packed).reduce({in, static_cast<float>(factor), dense_output(op, out)});
+}
+
+template <class Backend>
 void reduce_quantize_out(const Tensor& packed, const Tensor& scales, int64_t cols, StringHandle format,
                          int64_t group_size, double factor, StringHandle rounding, std::optional<Tensor> seed,
                          int64_t element_offset, const Tensor& out_packed, const Tensor& out_scales) {

@@ -95,6 +95,7 @@ STABLE_TORCH_LIBRARY(agoq, m) {
   m.def(
       "reduce(Tensor packed, Tensor scales, SymInt cols, str format, int group_size, float factor, ScalarType dtype) "
       "-> Tensor");
+  m.def("reduce_out(Tensor packed, Tensor scales, str format, int group_size, float factor, Tensor(a!) out) -> ()");
   m.def(
       "reduce_quantize_out(Tensor packed, Tensor scales, SymInt cols, str format, int group_size, float factor, "
       "str rounding, Tensor? seed, int element_offset, Tensor(a!) out_packed, Tensor(b!) out_scales) -> ()");
@@ -170,6 +171,7 @@ STABLE_TORCH_LIBRARY_IMPL(agoq, CPU, m) {
   m.impl("dequantize_out", AGOQ_BOX(&dequantize_out<CpuBackend>));
   m.impl("accumulate_", AGOQ_BOX(&accumulate_<CpuBackend>));
   m.impl("reduce", AGOQ_BOX(&reduce<CpuBackend>));
+  m.impl("reduce_out", AGOQ_BOX(&reduce_out<CpuBackend>));
   m.impl("reduce_quantize_out", AGOQ_BOX(&reduce_quantize_out<CpuBackend>));
   m.impl("norm", AGOQ_BOX(&norm<CpuBackend>));
   m.impl("rms_norm_quantize", AGOQ_BOX(&rms_norm_quantize<CpuBackend>));

@@ -12,6 +12,7 @@ STABLE_TORCH_LIBRARY_IMPL(agoq, CUDA, m) {
   m.impl("dequantize_out", AGOQ_BOX(&dequantize_out<CudaBackend>));
   m.impl("accumulate_", AGOQ_BOX(&accumulate_<CudaBackend>));
   m.impl("reduce", AGOQ_BOX(&reduce<CudaBackend>));
+  m.impl("reduce_out", AGOQ_BOX(&reduce_out<CudaBackend>));
   m.impl("reduce_quantize_out", AGOQ_BOX(&reduce_quantize_out<CudaBackend>));
   m.impl("norm", AGOQ_BOX(&norm<CudaBackend>));
   m.impl("rms_norm_quantize", AGOQ_BOX(&rms_norm_quantize<CudaBackend>));
