@@ -352,10 +352,10 @@ def test_opcheck(name: str, args: tuple) -> None:
 def test_mutation_raises_version_counters(name: str, args: tuple) -> None:
     """Of what is written and of nothing else, so that autograd notices a saved tensor that has changed."""
     op = getattr(torch.ops.agoq, name).default
-    tensors = [(a, v) for a, v in zip(op._schema.arguments, args) if isinstance(v, Tensor)]
+    tensors = [(a, v) for a, v in zip(op._schema.arguments, args, strict=True) if isinstance(v, Tensor)]
     before = [v._version for _, v in tensors]
     op(*args)
-    for (argument, value), version in zip(tensors, before):
+    for (argument, value), version in zip(tensors, before, strict=True):
         written = argument.alias_info is not None and argument.alias_info.is_write
         assert (value._version > version) == written, argument.name
 
