@@ -7,6 +7,8 @@ depend on how wide its vectors are, on how rows are joined or cut into runs, or 
 from __future__ import annotations
 
 import itertools
+import math
+import mmap
 import os
 
 import pytest
@@ -241,6 +243,44 @@ def test_every_quotient_of_bfloat16_significands(isa: str, format: str) -> None:
     x = torch.nn.functional.pad(x, (0, groups * 31 - x.shape[1])).view(128, groups, 31)
     x = torch.cat([largest[:, None, None].expand(-1, groups, 1), x], dim=-1).reshape(128, -1)
     quantize_both(x.view(torch.bfloat16), format, 32, torch.bfloat16, "nearest", 0, isa)
+
+
+# --- more than 2^31 elements ---------------------------------------------------------------------------------
+
+
+def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the system provides when they are written, however large the tensor."""
+    size = math.prod(shape) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype).view(shape)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="needs memory that is mapped when it is touched")
+@each_isa
+@pytest.mark.parametrize("format", ["int8", "int6", "int4", "uint4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2**31 + 4100), (2**20 + 2, 4100)])
+def test_the_end_of_more_than_two_to_the_31_elements(
+    isa: str, format: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Long rows, and many rows; the last groups alone are encoded and decoded, as those of a small tensor."""
+    (rows, cols), group_size = shape, 64
+    row_groups = -(-cols // group_size)
+    last = torch.randn(1, 9 * group_size + cols % group_size, generator=torch.Generator().manual_seed(6)).to(
+        dtype
+    )
+    x = untouched(shape, dtype)
+    x[-1, -last.shape[1] :] = last[0]
+    packed = untouched(layout.packed_shape(rows, cols, format), torch.uint8)
+    scales = untouched(layout.scales_shape(rows, cols, format, group_size), torch.bfloat16)
+    groups = rows * row_groups - 10, rows * row_groups
+    native._test_quantize_range(x, packed, scales, format, group_size, *groups, isa)
+    want = reference.quantize(last, format, group_size, torch.bfloat16, "nearest", None)
+    assert_same(scales[-1, -10:], want[1][0], "scales")
+    out = untouched(shape, dtype)
+    native._test_dequantize_range(packed, scales, out, format, group_size, *groups, isa)
+    values = reference.dequantize(*want, last.shape[1], format, group_size, dtype)
+    assert_same(out[-1, -last.shape[1] :], values[0], "values")
 
 
 # --- accumulate_, reduce, norm -------------------------------------------------------------------------------

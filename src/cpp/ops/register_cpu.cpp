@@ -49,6 +49,24 @@ struct ForcedCpuBackend : CpuBackend {
   explicit ForcedCpuBackend(const Tensor&) : CpuBackend(chosen) {}
 };
 
+// These two work on the groups [begin, end) alone, so that tests can reach the far end of a tensor.
+void test_quantize_range(const Tensor& x, const Tensor& packed, const Tensor& scales, StringHandle format,
+                         int64_t group_size, int64_t begin, int64_t end, StringHandle isa) {
+  constexpr const char* op = "quantize";
+  const Format f = take_format(op, format);
+  const DenseInput in = dense_input(op, x);
+  const Packed out = packed_view(op, packed, scales, in.rows, in.cols, f, checked_group_size(op, group_size));
+  cpu::kernels(take_isa(isa)).quantize({in.view, out, {false, nullptr, 0}}, begin, end);
+}
+
+void test_dequantize_range(const Tensor& packed, const Tensor& scales, const Tensor& out, StringHandle format,
+                           int64_t group_size, int64_t begin, int64_t end, StringHandle isa) {
+  constexpr const char* op = "dequantize";
+  const Format f = take_format(op, format);
+  const Packed in = packed_view(op, packed, scales, rows_of(out), cols_of(out), f, checked_group_size(op, group_size));
+  cpu::kernels(take_isa(isa)).dequantize({in, dense_output(op, out)}, begin, end);
+}
+
 void test_accumulate_(const Tensor& packed, const Tensor& scales, const Tensor& x, double factor, StringHandle format,
                       int64_t group_size, StringHandle rounding, std::optional<Tensor> seed, int64_t element_offset,
                       StringHandle isa) {
@@ -150,6 +168,12 @@ STABLE_TORCH_LIBRARY(agoq, m) {
       "_test_accumulate_(Tensor(a!) packed, Tensor(b!) scales, Tensor x, float factor, str format, int group_size, "
       "str rounding, Tensor? seed, int element_offset, str isa) -> ()");
   m.def(
+      "_test_quantize_range(Tensor x, Tensor(a!) packed, Tensor(b!) scales, str format, int group_size, int begin, "
+      "int end, str isa) -> ()");
+  m.def(
+      "_test_dequantize_range(Tensor packed, Tensor scales, Tensor(a!) out, str format, int group_size, int begin, "
+      "int end, str isa) -> ()");
+  m.def(
       "_test_reduce(Tensor packed, Tensor scales, SymInt cols, str format, int group_size, float factor, "
       "ScalarType dtype, str isa) -> Tensor");
   m.def(
@@ -189,6 +213,8 @@ STABLE_TORCH_LIBRARY_IMPL(agoq, CPU, m) {
   m.impl("_test_quantize", AGOQ_BOX(&test_quantize));
   m.impl("_test_dequantize", AGOQ_BOX(&test_dequantize));
   m.impl("_test_accumulate_", AGOQ_BOX(&test_accumulate_));
+  m.impl("_test_quantize_range", AGOQ_BOX(&test_quantize_range));
+  m.impl("_test_dequantize_range", AGOQ_BOX(&test_dequantize_range));
   m.impl("_test_reduce", AGOQ_BOX(&test_reduce));
   m.impl("_test_reduce_quantize_out", AGOQ_BOX(&test_reduce_quantize_out));
   m.impl("_test_norm", AGOQ_BOX(&test_norm));
