@@ -193,7 +193,12 @@ struct Quotients {
   explicit Quotients(const Divisor& d) : divisor(d) {}
 };
 
-template <Format F>
+template <DType D>
+AGOQ_HD Values load_to_encode(const char* block) {
+  return load_values<D>(block);
+}
+
+template <Format F, DType>
 __attribute__((noinline)) Codes encode_nearest_block(const Values& x, const Quotients<F>& quotients) {
   const Values t = exact_quotients<F>(x, quotients.divisor);
   alignas(64) uint32_t wide[kBlock];
@@ -203,11 +208,15 @@ __attribute__((noinline)) Codes encode_nearest_block(const Values& x, const Quot
   return codes;
 }
 
-// There is no search among patterns here.
+// There are no short cuts for BF16 here.
 template <Format F>
 inline constexpr bool kSearchesPatterns = false;
 template <Format F>
 struct PatternSearch;
+template <Format F>
+inline constexpr bool kCoarseQuotientsDo = false;
+template <Format F>
+struct CoarseQuotients;
 
 template <Format F>
 struct GroupDecoder {

@@ -133,29 +133,37 @@ void encode_run(const Tile& tile, const Run& run, const Packed& out, const Round
       randoms.fill(static_cast<uint64_t>(*rounding.seed), static_cast<uint64_t>(element), whole * kBlock + rest);
     }
     const char* elements = static_cast<const char*>(tile.elements[i]);
-    // Packs the codes of encoded(block of the group).
+    // Packs the codes of encoded(elements of a block).
     const auto put = [&](auto&& encoded) __attribute__((always_inline)) {
       for (int b = 0; b < whole; ++b) {
         for (int line = 0; line < block_bytes; line += 64) prefetch(elements + b * block_bytes, ahead + line);
         prefetch(row + block * low_bytes, kStoresAhead);
-        pack<bits>(encoded(b), row, block++, padded);
+        pack<bits>(encoded(elements + b * block_bytes), row, block++, padded);
       }
-      if (__builtin_expect(rest != 0, 0)) pack<bits>(first_codes(encoded(whole), rest, zero), row, block++, padded);
+      if (__builtin_expect(rest != 0, 0))
+        pack<bits>(first_codes(encoded(elements + whole * block_bytes), rest, zero), row, block++, padded);
     };
-    if constexpr (D == DType::bfloat16 && kSearchesPatterns<F>) {
+    if constexpr (D == DType::bfloat16 && (kSearchesPatterns<F> || kCoarseQuotientsDo<F>)) {
       if (__builtin_expect(d.ordinary && out.scale_dtype == DType::bfloat16, 1)) {
-        const PatternSearch<F> search(d.scale);
-        put([&](int b) __attribute__((always_inline)) { return search(elements + b * block_bytes); });
+        if constexpr (kSearchesPatterns<F>) {
+          const PatternSearch<F> search(d.scale);
+          put([&](const char* block) __attribute__((always_inline)) { return search(block); });
+        } else {
+          const CoarseQuotients<F> quotients(d);
+          put([&](const char* block) __attribute__((always_inline)) {
+            return encode_nearest_block<F, D>(load_to_encode<D>(block), quotients);
+          });
+        }
         continue;
       }
     }
     const Quotients<F> quotients(d);
-    put([&](int b) __attribute__((always_inline)) {
-      const Values x = load_values<D>(elements + b * block_bytes);
+    put([&](const char* block) __attribute__((always_inline)) {
       if constexpr (Stochastic)
-        return encode_stochastic_block<F>(x, d, randoms.at(b));
+        return encode_stochastic_block<F>(load_values<D>(block), d,
+                                          randoms.at(static_cast<int>(block - elements) / block_bytes));
       else
-        return encode_nearest_block<F>(x, quotients);
+        return encode_nearest_block<F, D>(load_to_encode<D>(block), quotients);
     });
   }
 }

@@ -111,6 +111,15 @@ AGOQ_HD void transpose_quadruples(Ints (&w)[4]) {
 AGOQ_HD __m256i in_order(__m256i packed) {
   return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
+// The same where v[0] and v[2] hold even elements and v[1] and v[3] the odd ones after them.
+AGOQ_HD __m256i pairs_in_order(__m256i packed) {
+  const __m256i pairs = _mm256_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15, 0, 4, 1, 5, 2, 6, 3, 7,
+                                         8, 12, 9, 13, 10, 14, 11, 15);
+  return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(packed, pairs), 0xD8);
+}
+AGOQ_HD void load_pairs(const void* block, Ints (&v)[kVecs / 2]) {
+  for (int i = 0; i < kVecs / 2; ++i) v[i] = _mm256_loadu_si256(static_cast<const __m256i*>(block) + i);
+}
 AGOQ_HD __m256i out_of_order(__m256i bytes) {
   return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
 }

@@ -122,6 +122,11 @@ AGOQ_HD __m256i join(__m128i low, __m128i high) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 AGOQ_HD __m256i in_order(__m256i packed) { return packed; }
+AGOQ_HD __m256i pairs_in_order(__m256i packed) {
+  const __m128i even = _mm256_castsi256_si128(packed), odd = _mm256_extracti128_si256(packed, 1);
+  return join(_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd));
+}
+AGOQ_HD void load_pairs(const void* block, Ints (&v)[kVecs / 2]) { v[0] = _mm512_loadu_si512(block); }
 AGOQ_HD __m256i out_of_order(__m256i bytes) { return bytes; }
 AGOQ_HD __m256i pack_to_bytes(const Ints (&v)[kVecs]) {
   return join(_mm512_maskz_cvtsepi32_epi8(kAllLanes, v[0]), _mm512_maskz_cvtsepi32_epi8(kAllLanes, v[1]));

@@ -20,6 +20,8 @@ struct CudaBackend {
   }
 
   static void check(const char* op, int status) {
+    STD_TORCH_CHECK(status != cudaErrorMisalignedAddress, op,
+                    ": packed and its shards must start at multiples of 8 bytes on CUDA");
     STD_TORCH_CHECK(status == 0, op, ": CUDA launch failed: ", cudaGetErrorString(static_cast<cudaError_t>(status)));
   }
 
