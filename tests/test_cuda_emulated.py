@@ -6,6 +6,7 @@ roundings, tails and alignments under several schedules; the full product runs u
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 OPS = {**cases.OPS, **FUSED_OPS}
 SCHEDULES = schedules(random=1)
+OUTPUT_CODES = ("quantize", "row_norm_quantize", "swiglu_quantize", "gelu_quantize")
 COVER = [(name, case) for name, op in OPS.items() for case in op.cover()]
 
 
@@ -138,6 +140,26 @@ def test_empty_tensors_launch_nothing(checker: Device, rows: int, cols: int) -> 
     for call in calls:
         result = checker.run(call)
         assert (result.status, result.findings) == (0, []), call.kernel
+
+
+MISALIGNED_ADDRESS = 716  # cudaErrorMisalignedAddress
+
+
+def moved(call: Call, role: str) -> Call:
+    """The call with its first buffer of codes one byte off."""
+    first = next(array for array in call.arrays if array.name.endswith("codes") or array.name == "shards")
+    assert first.role == role
+    away = replace(first, misalignment=first.misalignment + 1)
+    return replace(call, arrays=tuple(away if array is first else array for array in call.arrays))
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != "part_sum"])
+def test_codes_that_are_not_aligned_are_refused(checker: Device, name: str) -> None:
+    case = next(case for case in OPS[name].cover() if case.get("shards", 3) == 3)
+    trial = OPS[name].build(case)
+    role = "inout" if name == "accumulate" else "output" if name in OUTPUT_CODES else "input"
+    result = checker.run(moved(trial.call, role))
+    assert (result.status, result.findings) == (MISALIGNED_ADDRESS, [])
 
 
 def test_every_launcher_has_cases(checker: Device) -> None:

@@ -1,8 +1,8 @@
 // accumulate: inout <- encode(decode(inout) + factor * x), in FP32 and in one pass (AGoQ, QuanGrad's storage step).
 //
 // codes uint8 [rows, row_bytes] and scales [rows, groups(, 2)] are read and written; x [rows, cols] is float32, float16
-// or bfloat16. A thread owns the eight elements it decodes (octet.cuh), so no other thread reads what it overwrites;
-// the scale of a group is read by its lanes before the shuffles that precede its replacement.
+// or bfloat16. A thread owns the codes of the eight elements it decodes (octet.cuh), so no other thread reads what it
+// overwrites. The scale of a group belongs to several lanes: a __syncwarp orders their reads before its replacement.
 #include "decode.cuh"
 #include "encode.cuh"
 #include "kernels.h"
@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kBlockThreads) accumulate_kernel(AccumulateArg
 int launch_accumulate(const AccumulateArgs& args, void* stream) {
   AccumulateArgs a = args;
   if (a.inout.rows == 0 || a.inout.cols == 0) return 0;
+  if (!codes_are_aligned(a.inout)) return kMisaligned;
   merge_rows(a.inout, a.x);
   const LaunchConfig config = octet_config(a.inout, stream);
   return with_format(a.inout.format, [&](auto f) {
@@ -37,7 +38,7 @@ int launch_accumulate(const AccumulateArgs& args, void* stream) {
       return with_bool(rows_are_aligned(a.x), [&](auto vec) {
         constexpr auto kernel =
             accumulate_kernel<decltype(f)::value, decltype(stochastic)::value, decltype(vec)::value>;
-        return AGOQ_LAUNCH(kernel, config, a);
+        return launch(kernel, config, a);
       });
     });
   });

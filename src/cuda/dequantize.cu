@@ -26,12 +26,13 @@ __global__ void __launch_bounds__(kBlockThreads) dequantize_kernel(DequantizeArg
 int launch_dequantize(const DequantizeArgs& args, void* stream) {
   DequantizeArgs a = args;
   if (a.in.rows == 0 || a.in.cols == 0) return 0;
+  if (!codes_are_aligned(a.in)) return kMisaligned;
   merge_rows(a.in, a.out);
   const LaunchConfig config = octet_config(a.in, stream);
   return with_format(a.in.format, [&](auto f) {
     return with_bool(rows_are_aligned(a.out), [&](auto vec) {
       constexpr auto kernel = dequantize_kernel<decltype(f)::value, decltype(vec)::value>;
-      return AGOQ_LAUNCH(kernel, config, a);
+      return launch(kernel, config, a);
     });
   });
 }

@@ -46,21 +46,23 @@ __global__ void __launch_bounds__(kBlockThreads) gelu_backward_kernel(GeluBackwa
 
 int launch_gelu_quantize(const GeluQuantizeArgs& a, void* stream) {
   if (a.out.rows == 0 || a.out.cols == 0) return 0;
+  if (!codes_are_aligned(a.out)) return kMisaligned;
   const LaunchConfig config = octet_config(a.out, stream);
   const bool aligned = rows_are_aligned(a.x) && rows_are_aligned(a.y);
   return with_format(a.out.format, [&](auto f) {
     constexpr auto kernel = gelu_quantize_kernel<decltype(f)::value>;
-    return AGOQ_LAUNCH(kernel, config, a, aligned);
+    return launch(kernel, config, a, aligned);
   });
 }
 
 int launch_gelu_backward(const GeluBackwardArgs& a, void* stream) {
   if (a.in.rows == 0 || a.in.cols == 0) return 0;
+  if (!codes_are_aligned(a.in)) return kMisaligned;
   const LaunchConfig config = octet_config(a.in, stream);
   const bool aligned = rows_are_aligned(a.dy) && rows_are_aligned(a.dx) && rows_are_aligned(a.y);
   return with_bits(a.in.format, [&](auto bits) {
     constexpr auto kernel = gelu_backward_kernel<decltype(bits)::value>;
-    return AGOQ_LAUNCH(kernel, config, a, aligned);
+    return launch(kernel, config, a, aligned);
   });
 }
 

@@ -46,6 +46,3 @@ int launch(void (*kernel)(Params...), const LaunchConfig& config, Args... args) 
 }
 
 } // namespace agoq::cuda
-
-// AGOQ_LAUNCH((kernel<A, B>), config, args...): the parentheses keep the commas of the template arguments together.
-#define AGOQ_LAUNCH(kernel, config, ...) ::agoq::cuda::launch(kernel, config, __VA_ARGS__)

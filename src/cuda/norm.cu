@@ -70,15 +70,16 @@ __global__ void __launch_bounds__(32)
 int launch_norm(const NormArgs& a, double* sum, bool* nonfinite, void* stream) {
   const int64_t chunks = a.in.rows * ceil_div(a.in.cols, kNormChunk);
   if (chunks > 0) {
+    if (!codes_are_aligned(a.in)) return kMisaligned;
     const LaunchConfig config = {dim3(static_cast<unsigned>(ceil_div(chunks, kWarps))), dim3(kBlockThreads), 0, stream};
     const int status = with_format(a.in.format, [&](auto f) {
       constexpr auto kernel = norm_kernel<decltype(f)::value>;
-      return AGOQ_LAUNCH(kernel, config, a);
+      return launch(kernel, config, a);
     });
     if (status != 0) return status;
   }
   const LaunchConfig config = {dim3(1), dim3(32), 0, stream};
-  return AGOQ_LAUNCH(norm_total_kernel, config, a.partial, chunks, sum, nonfinite);
+  return launch(norm_total_kernel, config, a.partial, chunks, sum, nonfinite);
 }
 
 } // namespace agoq::cuda

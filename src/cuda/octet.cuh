@@ -57,6 +57,14 @@ inline bool rows_are_aligned(const Dense& dense) {
   return reinterpret_cast<uintptr_t>(dense.data) % 16 == 0 && dense.row_stride * dtype_bytes(dense.dtype) % 16 == 0;
 }
 
+// Codes are read and written by whole words of an octet; launchers refuse others with this status.
+inline constexpr int kMisaligned = cudaErrorMisalignedAddress;
+inline bool codes_are_aligned(const Packed& p, int64_t stride = 0) {
+  const uintptr_t width = kFormats[static_cast<int>(p.format)].bits == 8 ? 8 : 4;
+  return reinterpret_cast<uintptr_t>(p.codes) % width == 0 && static_cast<uintptr_t>(stride) % width == 0;
+}
+inline bool codes_are_aligned(const Shards& s) { return codes_are_aligned(s.first, s.count > 1 ? s.codes_stride : 0); }
+
 // --- dense elements ------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {

@@ -33,7 +33,7 @@ int launch_part_sum(const PartSumArgs& args, void* stream) {
   if (args.cols == 0) return 0;
   const LaunchConfig config = {dim3(static_cast<unsigned>(ceil_div(args.cols, kColumns))), dim3(kBlockThreads), 0,
                                stream};
-  return AGOQ_LAUNCH(part_sum_kernel, config, args);
+  return launch(part_sum_kernel, config, args);
 }
 
 } // namespace agoq::cuda

@@ -13,10 +13,10 @@ namespace agoq::ptx {
 
 // --- vector accesses -----------------------------------------------------------------------------------------
 
-// Loads through the read-only path; `p` is aligned to the width.
-__device__ __forceinline__ uint4 load16(const void* p) { return __ldg(static_cast<const uint4*>(p)); }
-__device__ __forceinline__ uint2 load8(const void* p) { return __ldg(static_cast<const uint2*>(p)); }
-__device__ __forceinline__ uint32_t load4(const void* p) { return __ldg(static_cast<const uint32_t*>(p)); }
+// Loads; `p` is aligned to the width. Not through the read-only path: kernels overwrite in place what they have read.
+__device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
+__device__ __forceinline__ uint2 load8(const void* p) { return *static_cast<const uint2*>(p); }
+__device__ __forceinline__ uint32_t load4(const void* p) { return *static_cast<const uint32_t*>(p); }
 
 // Stores; `p` is aligned to the width.
 __device__ __forceinline__ void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }

@@ -22,13 +22,14 @@ __global__ void __launch_bounds__(kBlockThreads) quantize_kernel(QuantizeArgs a)
 int launch_quantize(const QuantizeArgs& args, void* stream) {
   QuantizeArgs a = args;
   if (a.out.rows == 0 || a.out.cols == 0) return 0;
+  if (!codes_are_aligned(a.out)) return kMisaligned;
   merge_rows(a.out, a.x);
   const LaunchConfig config = octet_config(a.out, stream);
   return with_format(a.out.format, [&](auto f) {
     return with_bool(a.rounding.stochastic, [&](auto stochastic) {
       return with_bool(rows_are_aligned(a.x), [&](auto vec) {
         constexpr auto kernel = quantize_kernel<decltype(f)::value, decltype(stochastic)::value, decltype(vec)::value>;
-        return AGOQ_LAUNCH(kernel, config, a);
+        return launch(kernel, config, a);
       });
     });
   });

@@ -57,23 +57,25 @@ __global__ void __launch_bounds__(kBlockThreads) reduce_quantize_kernel(ReduceQu
 int launch_reduce(const ReduceArgs& args, void* stream) {
   ReduceArgs a = args;
   if (a.in.first.rows == 0 || a.in.first.cols == 0) return 0;
+  if (!codes_are_aligned(a.in)) return kMisaligned;
   merge_rows(a.in.first, a.out);
   const LaunchConfig config = octet_config(a.in.first, stream);
   return with_format(a.in.first.format, [&](auto f) {
     return with_bool(rows_are_aligned(a.out), [&](auto vec) {
       constexpr auto kernel = reduce_kernel<decltype(f)::value, decltype(vec)::value>;
-      return AGOQ_LAUNCH(kernel, config, a);
+      return launch(kernel, config, a);
     });
   });
 }
 
 int launch_reduce_quantize(const ReduceQuantizeArgs& a, void* stream) {
   if (a.out.rows == 0 || a.out.cols == 0) return 0;
+  if (!codes_are_aligned(a.in) || !codes_are_aligned(a.out)) return kMisaligned;
   const LaunchConfig config = octet_config(a.out, stream);
   return with_format(a.out.format, [&](auto f) {
     return with_bool(a.rounding.stochastic, [&](auto stochastic) {
       constexpr auto kernel = reduce_quantize_kernel<decltype(f)::value, decltype(stochastic)::value>;
-      return AGOQ_LAUNCH(kernel, config, a);
+      return launch(kernel, config, a);
     });
   });
 }

@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2) row_norm_backward_kernel(Row
 
 int launch_row_norm_backward(const RowNormBackwardArgs& a, void* stream) {
   if (a.in.rows == 0 || a.in.cols == 0) return 0;
+  if (!codes_are_aligned(a.in)) return kMisaligned;
   if (!row_is_countable(a.in)) return cudaErrorInvalidValue;
   const bool aligned = rows_are_aligned(a.dy) && rows_are_aligned(a.dx) && rows_are_aligned(a.y) &&
                        starts_aligned(a.norm.weight) && starts_aligned(a.norm.bias);
@@ -160,7 +161,7 @@ int launch_row_norm_backward(const RowNormBackwardArgs& a, void* stream) {
   const LaunchConfig config = row_config(shape, floats, a.parts, stream);
   return with_bits(a.in.format, [&](auto bits) {
     constexpr auto kernel = row_norm_backward_kernel<decltype(bits)::value>;
-    return AGOQ_LAUNCH(kernel, config, a, shape);
+    return launch(kernel, config, a, shape);
   });
 }
 

@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kBlockThreads) row_norm_quantize_kernel(RowNor
 
 int launch_row_norm_quantize(const RowNormQuantizeArgs& a, void* stream) {
   if (a.out.rows == 0 || a.out.cols == 0) return 0;
+  if (!codes_are_aligned(a.out)) return kMisaligned;
   if (!row_is_countable(a.out)) return cudaErrorInvalidValue;
   const bool aligned =
       rows_are_aligned(a.x) && rows_are_aligned(a.y) && starts_aligned(a.norm.weight) && starts_aligned(a.norm.bias);
@@ -48,7 +49,7 @@ int launch_row_norm_quantize(const RowNormQuantizeArgs& a, void* stream) {
   const LaunchConfig config = row_config(shape, 1, a.out.rows, stream);
   return with_format(a.out.format, [&](auto f) {
     constexpr auto kernel = row_norm_quantize_kernel<decltype(f)::value>;
-    return AGOQ_LAUNCH(kernel, config, a, shape);
+    return launch(kernel, config, a, shape);
   });
 }
 

@@ -74,22 +74,24 @@ __global__ void __launch_bounds__(kBlockThreads) swiglu_backward_kernel(SwigluBa
 
 int launch_swiglu_quantize(const SwigluQuantizeArgs& a, void* stream) {
   if (a.gate_out.rows == 0 || a.gate_out.cols == 0) return 0;
+  if (!codes_are_aligned(a.gate_out) || !codes_are_aligned(a.up_out)) return kMisaligned;
   const LaunchConfig config = octet_config(a.gate_out, stream);
   const bool aligned = rows_are_aligned(a.gate) && rows_are_aligned(a.up) && rows_are_aligned(a.h);
   return with_format(a.gate_out.format, [&](auto f) {
     constexpr auto kernel = swiglu_quantize_kernel<decltype(f)::value>;
-    return AGOQ_LAUNCH(kernel, config, a, aligned);
+    return launch(kernel, config, a, aligned);
   });
 }
 
 int launch_swiglu_backward(const SwigluBackwardArgs& a, void* stream) {
   if (a.gate.rows == 0 || a.gate.cols == 0) return 0;
+  if (!codes_are_aligned(a.gate) || !codes_are_aligned(a.up)) return kMisaligned;
   const LaunchConfig config = octet_config(a.gate, stream);
   const bool aligned =
       rows_are_aligned(a.dh) && rows_are_aligned(a.dgate) && rows_are_aligned(a.dup) && rows_are_aligned(a.h);
   return with_bits(a.gate.format, [&](auto bits) {
     constexpr auto kernel = swiglu_backward_kernel<decltype(bits)::value>;
-    return AGOQ_LAUNCH(kernel, config, a, aligned);
+    return launch(kernel, config, a, aligned);
   });
 }
 

@@ -163,7 +163,7 @@ __global__ void too_many_threads(Probe p) {
   if (i < p.n) p.out[i] = p.in[i];
 }
 static int launch_too_many_threads(const Probe& p, void* stream) {
-  return AGOQ_LAUNCH((too_many_threads<true>), (agoq::cuda::LaunchConfig{dim3(1), dim3(1056), 0, stream}), p);
+  return agoq::cuda::launch(too_many_threads<true>, {dim3(1), dim3(1056), 0, stream}, p);
 }
 EMULATOR_KERNEL(too_many_threads, Probe, launch_too_many_threads)
 

@@ -27,21 +27,19 @@ inline constexpr unsigned kFull = 0xFFFFFFFFu;
 __device__ __forceinline__ int64_t my_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 // `name` and `name_fixed`, launched with these blocks, threads and bytes of dynamic shared memory.
-#define PLANT(name, blocks, threads, dynamic_bytes)                                                                   \
-  static int launch_##name(const Probe& p, void* stream) {                                                            \
-    return AGOQ_LAUNCH((name<true>), (agoq::cuda::LaunchConfig{dim3(blocks), dim3(threads), dynamic_bytes, stream}),  \
-                       p);                                                                                            \
-  }                                                                                                                   \
-  static int launch_##name##_fixed(const Probe& p, void* stream) {                                                    \
-    return AGOQ_LAUNCH((name<false>), (agoq::cuda::LaunchConfig{dim3(blocks), dim3(threads), dynamic_bytes, stream}), \
-                       p);                                                                                            \
-  }                                                                                                                   \
-  EMULATOR_KERNEL(name, Probe, launch_##name)                                                                         \
+#define PLANT(name, blocks, threads, dynamic_bytes)                                                  \
+  static int launch_##name(const Probe& p, void* stream) {                                           \
+    return agoq::cuda::launch(name<true>, {dim3(blocks), dim3(threads), dynamic_bytes, stream}, p);  \
+  }                                                                                                  \
+  static int launch_##name##_fixed(const Probe& p, void* stream) {                                   \
+    return agoq::cuda::launch(name<false>, {dim3(blocks), dim3(threads), dynamic_bytes, stream}, p); \
+  }                                                                                                  \
+  EMULATOR_KERNEL(name, Probe, launch_##name)                                                        \
   EMULATOR_KERNEL(name##_fixed, Probe, launch_##name##_fixed)
 
 // A kernel without a bug.
-#define SOUND(name, blocks, threads, dynamic_bytes)                                                  \
-  static int launch_##name(const Probe& p, void* stream) {                                           \
-    return AGOQ_LAUNCH(name, (agoq::cuda::LaunchConfig{blocks, threads, dynamic_bytes, stream}), p); \
-  }                                                                                                  \
+#define SOUND(name, blocks, threads, dynamic_bytes)                               \
+  static int launch_##name(const Probe& p, void* stream) {                        \
+    return agoq::cuda::launch(name, {blocks, threads, dynamic_bytes, stream}, p); \
+  }                                                                               \
   EMULATOR_KERNEL(name, Probe, launch_##name)

@@ -61,11 +61,6 @@ inline void __threadfence_block() { emulator::fence(emulator::Scope::block); }
 
 // --- intrinsics ----------------------------------------------------------------------------------------------
 
-template <class T>
-T __ldg(const T* p) {
-  return *p;
-}
-
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
