@@ -83,7 +83,7 @@ def test_forward_is_equal_and_the_gradient_error_is_that_of_the_format(dtype, ca
     """Measured on four seeds: 0.057 to 0.080 for "paper", 0.003 to 0.006 for int8 in groups of 32."""
     exact_loss, exact = loss_and_gradients(llama(dtype=dtype), cast)
     int8 = TensorFormat("int8", 32, "float32")
-    for policy, bound in (("paper", 0.10), (ActivationPolicy(int8, int8, int8, int8), 0.01)):
+    for policy, bound in (("paper", 0.10), (ActivationPolicy.uniform(int8), 0.01)):
         model = llama(dtype=dtype)
         compress_activations(model, policy)
         loss, gradients = loss_and_gradients(model, cast)
@@ -234,7 +234,7 @@ def test_kept_bytes_are_codes_and_scales(cast):
         return tokens * (columns // 2 + 2 * -(-columns // 64))
 
     model = llama(dtype=torch.float32 if cast else torch.bfloat16)
-    compress_activations(model)
+    compress_activations(model, "paper")
     with torch.autocast("cpu", cast) if cast else contextlib.nullcontext():
         kept = kept_in_layer(model)
     attention = tokens * 2 * (2 * hidden + 2 * kv) + 4 * tokens * 4  # q, out, k, v; FP32 log-sum-exp a head
@@ -244,6 +244,22 @@ def test_kept_bytes_are_codes_and_scales(cast):
         "output projection": nf4(hidden),
         "mlp": 2 * nf4(width),
     }
+
+
+def test_attention_and_the_output_projection_share_one_stored_copy():
+    tokens, hidden, width, kv = 48, 64, 160, 32
+    for name in ("agoq", "lean"):
+        policy = ActivationPolicy.named(name)
+        model = llama(dtype=torch.bfloat16)
+        compress_activations(model, policy)
+        parts = [policy.stored(kind) for kind in ("query", "key", "value", "attention_output")]
+        columns = (hidden, kv, kv, hidden)
+        attention = sum(f.nbytes((tokens, c)) for f, c in zip(parts, columns, strict=True) if f)
+        assert kept_in_layer(model) == {
+            "norm": 2 * policy.norm_input.nbytes((tokens, hidden)),
+            "attention": attention + 4 * tokens * 4,  # and the log-sum-exp
+            "mlp": 2 * policy.gate_up.nbytes((tokens, width)),
+        }
 
 
 def test_each_part_of_the_policy_alone():
@@ -447,11 +463,11 @@ def test_restore_undoes_everything():
 def test_the_report_says_what_was_converted():
     model = llama()
     report = compress_activations(model)
-    assert report.policy == ActivationPolicy.named("paper")
+    assert report.policy == ActivationPolicy.named("agoq")
     assert not report.skipped
     assert report.converted["model.norm"] == "norm_input"
     assert report.converted["model.layers.1.mlp"] == "gate_up"
-    assert "5 x norm_input, 2 x attention_output, 2 x gate_up" in str(report)
+    assert "5 x norm_input, 2 x query, key, value, 2 x attention_output, 2 x gate_up" in str(report)
 
 
 def test_off_changes_nothing():
@@ -479,16 +495,16 @@ def test_another_activation_function_is_reported_and_left():
 
 
 def test_what_cannot_be_converted_is_named():
-    with pytest.raises(TypeError, match=r"model must be a LlamaForCausalLM or LlamaModel .*; got Linear"):
+    with pytest.raises(TypeError, match=r"model must be a Llama, .* model of transformers, .*; got Linear"):
         compress_activations(nn.Linear(2, 2))
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8, n_positions=8)
     with pytest.raises(TypeError, match="got GPT2LMHeadModel"):
         compress_activations(transformers.GPT2LMHeadModel(config))
     model = llama()
     with pytest.raises(
-        ValueError, match=r"policy must be one of agoq, paper, off or an ActivationPolicy; got 'lean'"
+        ValueError, match=r"policy must be one of agoq, paper, lean, off or an ActivationPolicy; got 'thin'"
     ):
-        compress_activations(model, "lean")
+        compress_activations(model, "thin")
     with pytest.raises(TypeError, match="policy must be a name or an ActivationPolicy; got int"):
         compress_activations(model, 4)
     compress_activations(model)

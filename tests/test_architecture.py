@@ -40,7 +40,7 @@ FOREIGN_HEADERS = {
 # The parts of the Python package and the parts each may import besides itself. A sub-package is one part.
 BASE = {"_version", "errors"}
 TENSORS = {"layout", "ops", "fused_ops", "tensor"}
-AUTOGRAD = TENSORS | {"autograd", "nn"}
+AUTOGRAD = TENSORS | {"autograd", "attention", "head", "nn"}
 COLLECTIVES = TENSORS | {"collectives"}
 MODULES_USED = {
     "_version": set(),
@@ -53,8 +53,11 @@ MODULES_USED = {
     "fused_ops": BASE | {"layout", "ops"},
     "tensor": BASE | {"layout", "ops"},
     "autograd": BASE | TENSORS,
+    "attention": BASE | TENSORS | {"autograd"},
+    "head": BASE | TENSORS | {"autograd"},
     "nn": BASE | AUTOGRAD,
     "activation": BASE | AUTOGRAD,
+    "pipeline": BASE | AUTOGRAD | {"activation"},
     "collectives": BASE | TENSORS,
     "ddp": BASE | COLLECTIVES,
     "process_group": BASE | COLLECTIVES,
@@ -62,9 +65,10 @@ MODULES_USED = {
     "fsdp": BASE | COLLECTIVES,
     "gradients": BASE | COLLECTIVES,
     "diloco": BASE | COLLECTIVES,
+    "plan": BASE | {"activation", "pipeline"},
     "info": BASE | {"_native", "layout", "ops"},
     "training": BASE | AUTOGRAD | COLLECTIVES | {"activation", "ddp", "gradients", "diloco", "fsdp", "info"},
-    "cli": BASE | {"info", "training"},
+    "cli": BASE | {"info", "plan", "training"},
 }
 # The package's own __init__ gathers the public names, whatever part they come from.
 GATHERING = "__init__"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from . import collectives, ddp, nn
+from . import collectives, ddp, nn, pipeline
 from ._version import __version__
 from .activation import (
     ActivationPolicy,
     ActivationReport,
     ConversionReport,
+    Override,
     TensorFormat,
     activation_report,
     compress_activations,
@@ -20,6 +21,7 @@ __all__ = [
     "ActivationPolicy",
     "ActivationReport",
     "ConversionReport",
+    "Override",
     "QuantizedTensor",
     "TensorFormat",
     "__version__",
@@ -30,6 +32,7 @@ __all__ = [
     "ddp",
     "dequantize",
     "nn",
+    "pipeline",
     "quantize",
     "restore",
 ]

@@ -180,7 +180,8 @@ class Projections(Function):
     """Linear layers that read one input, or its RMS norm: keeps packed x once, and the weights that dx needs.
 
     Inputs: x [..., in]; norm_weight [in] or None; then `count` weights [out_i, in] and `count` biases [out_i] or
-    None. Outputs: `count` tensors [..., out_i]. Without a norm the stored x is the one the products read, in
+    None. `ready` holds x's codes and scales where somebody has them already, else Nones. Outputs: `count` tensors
+    [..., out_i]. Without a norm the stored x is the one the products read, in
     `dtype`; with a norm it is the norm's input in its own dtype, and the norm's output is recomputed.
     """
 
@@ -189,6 +190,8 @@ class Projections(Function):
         ctx: Any,
         x: Tensor,
         norm_weight: Tensor | None,
+        ready_packed: Tensor | None,
+        ready_scales: Tensor | None,
         eps: float,
         codec: Codec,
         dtype: torch.dtype | None,
@@ -196,7 +199,7 @@ class Projections(Function):
         *params: Any,
     ) -> tuple[Tensor, ...]:
         need_x, need_norm = ctx.needs_input_grad[:2]
-        needs = ctx.needs_input_grad[6:]
+        needs = ctx.needs_input_grad[8:]
         need_weights = any(needs[:count])
         weights, biases = params[:count], params[count:]
         with _without_autocast(x):
@@ -207,7 +210,11 @@ class Projections(Function):
                 normed = _cast(norm_weight * _rms(x.float(), eps, x.dtype)[0], dtype)
             # dx of a plain linear reads no x; dx of a norm reads it, and dg reads x and dn.
             need_source = need_weights or (norm_weight is not None and (need_x or need_norm))
-            packed, scales = codec.encode(source) if need_source else NOTHING
+            packed, scales = ready_packed, ready_scales
+            if not need_source:
+                packed, scales = NOTHING
+            elif packed is None:
+                packed, scales = codec.encode(source)
             need_dn = need_x or need_norm
             keep_norm = norm_weight if need_x or need_weights else None
             ctx.save_for_backward(packed, scales, keep_norm, *(w if need_dn else None for w in weights))
@@ -223,7 +230,7 @@ class Projections(Function):
         packed, scales, norm_weight, *weights = ctx.saved_tensors
         count, codec, shape = ctx.count, ctx.codec, ctx.shape
         need_x, need_norm = ctx.needs_input_grad[:2]
-        needs = ctx.needs_input_grad[6:]
+        needs = ctx.needs_input_grad[8:]
         need_weights = any(needs[:count])
         x_dtype, norm_dtype, compute_dtype = ctx.dtypes
         dx = dnorm = x = rstd = normed = product = None
@@ -260,7 +267,7 @@ class Projections(Function):
                         dnorm = _rms_weight_grad(dn, normed).to(norm_dtype)
                     if need_x:
                         dx = _rms_input_grad(dn, x, rstd, norm_weight, x_dtype).to(x_dtype)
-        return dx, dnorm, None, None, None, None, *grads
+        return dx, dnorm, None, None, None, None, None, None, *grads
 
 
 class SwiGLU(Function):

@@ -1,4 +1,4 @@
-"""The `agoq` command: `agoq info`, `agoq train`, `agoq demo`."""
+"""The `agoq` command: `agoq info`, `agoq plan`, `agoq train`, `agoq demo`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ def build_parser(*, training: bool = True) -> argparse.ArgumentParser:
     info_parser.add_argument("--json", action="store_true", help="print JSON")
     info_parser.set_defaults(func=_run_info)
     if training:
+        from .plan import cli as plan_cli
+
+        plan_cli.add_plan_parser(subparsers)
         from .training import cli as training_cli
 
         training_cli.add_train_parser(subparsers)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .convert import ConversionReport, compress_activations, restore
-from .policy import ActivationPolicy, TensorFormat
+from .meter import SavedBytesMeter
+from .policy import ActivationPolicy, Override, TensorFormat
 from .report import ActivationReport, activation_report
 
 __all__ = [
     "ActivationPolicy",
     "ActivationReport",
     "ConversionReport",
+    "Override",
+    "SavedBytesMeter",
     "TensorFormat",
     "activation_report",
     "compress_activations",

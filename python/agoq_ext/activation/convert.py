@@ -1,4 +1,4 @@
-"""compress_activations and restore: a Llama model of transformers converted in place, and back."""
+"""compress_activations and restore: a model of transformers converted in place, and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from .policy import ActivationPolicy, resolve_policy
+from .policy import ATTENTION_KINDS, ActivationPolicy, TensorFormat, resolve_policy
 
-_MODELING = "transformers.models.llama.modeling_llama"
+_SUPPORTED = "Llama, Mistral, Qwen2 or Qwen3 model of transformers"
 
 
 @dataclass
@@ -20,7 +20,8 @@ class ConversionReport:
 
     Attributes:
         policy: the policy that was applied.
-        converted: kind of saved tensor ("norm_input", ...) by name of the module that now stores it quantized.
+        converted: kind of saved tensor ("norm_input", ...) by name of the module that now stores it quantized; for
+            attention all its kinds, as "query, key, value".
         skipped: reason by name of a module that keeps what it kept before, although the policy names its kind.
     """
 
@@ -35,43 +36,47 @@ class ConversionReport:
         lines += [f"as before: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
 
+    def stored(self, kind: str, name: str, module: nn.Module) -> TensorFormat | None:
+        """What the policy says of the module's tensor of this kind."""
+        return self.policy.stored(kind, name, type(module).__name__)
 
-def compress_activations(model: nn.Module, policy: str | ActivationPolicy = "paper") -> ConversionReport:
-    """Makes a Llama model keep quantized activations for backward (AGoQ, arXiv 2605.00539), in place.
+
+def compress_activations(model: nn.Module, policy: str | ActivationPolicy = "agoq") -> ConversionReport:
+    """Makes a model keep quantized activations for backward (AGoQ, arXiv 2605.00539), in place.
 
     Forward values, parameters, their names and `state_dict` stay as they are; `generate` and code under
-    `torch.no_grad()` run as before. Attention stays in the model's precision. docs/activations.md says what is kept.
+    `torch.no_grad()` run as before. docs/activations.md says what is kept.
 
     Args:
-        model: LlamaForCausalLM, LlamaModel, or a module that contains one.
-        policy: "paper", "agoq", "off" or an ActivationPolicy.
+        model: a Llama, Mistral, Qwen2 or Qwen3 model of transformers, or a module that contains one.
+        policy: "agoq", "paper", "lean", "off" or an ActivationPolicy.
 
     Raises:
-        TypeError: `model` holds no Llama decoder layers of transformers.
+        TypeError: `model` holds no decoder layers of those.
         ValueError: the policy is unknown, or the model is converted already.
     """
     policy = resolve_policy("compress_activations", policy)
-    modeling = sys.modules.get(_MODELING)  # a model that exists has imported it
-    layers = {} if modeling is None else _named(model, modeling.LlamaDecoderLayer)
-    if modeling is None or not layers:
+    families = _families()
+    if not any(_named(model, family.layer) for family in families):
         raise TypeError(
-            "compress_activations: model must be a LlamaForCausalLM or LlamaModel of transformers, or contain one; "
-            f"got {type(model).__name__}"
+            f"compress_activations: model must be a {_SUPPORTED}, or contain one; got {type(model).__name__}"
         )
     if _swapped(model):
         raise ValueError(
             "compress_activations: model must not be converted already; call restore(model) first"
         )
     report = ConversionReport(policy)
-    for name, layer in layers.items():
-        attention, mlp = layer.self_attn, layer.mlp
-        _convert_norm(report, _join(name, "input_layernorm"), layer.input_layernorm, attention, _QKV)
-        _convert_output(report, _join(name, "self_attn.o_proj"), attention.o_proj)
-        second = _join(name, "post_attention_layernorm")
-        _convert_norm(report, second, layer.post_attention_layernorm, mlp, _GATE_UP)
-        _convert_mlp(report, _join(name, "mlp"), mlp)
-    for name, body in _named(model, modeling.LlamaModel).items():
-        _convert_norm(report, _join(name, "norm"), body.norm)
+    for family in families:
+        for name, layer in _named(model, family.layer).items():
+            attention, mlp = layer.self_attn, layer.mlp
+            first, second = _join(name, "input_layernorm"), _join(name, "post_attention_layernorm")
+            _convert_norm(report, family, first, layer.input_layernorm, attention, _QKV)
+            _convert_attention(report, family, _join(name, "self_attn"), attention)
+            _convert_output(report, _join(name, "self_attn.o_proj"), attention.o_proj)
+            _convert_norm(report, family, second, layer.post_attention_layernorm, mlp, _GATE_UP)
+            _convert_mlp(report, family, _join(name, "mlp"), mlp)
+        for name, body in _named(model, family.body).items():
+            _convert_norm(report, family, _join(name, "norm"), body.norm)
     return report
 
 
@@ -88,6 +93,9 @@ def restore(model: nn.Module) -> None:
                 f"restore: {name} must not be wrapped after the conversion; got {type(module).__name__}"
             )
     for module in swapped.values():
+        before = vars(module).get("agoq_implementation")
+        if before is not None and module.config._attn_implementation == _decoder().ATTENTION:
+            module.config._attn_implementation = before
         module.__class__ = module.original
         for attribute in [a for a in vars(module) if a.startswith("agoq_")]:
             delattr(module, attribute)
@@ -101,16 +109,17 @@ _GATE_UP = ("gate_proj", "up_proj")
 
 def _convert_norm(
     report: ConversionReport,
+    family: Any,
     name: str,
     norm: nn.Module,
     reader: nn.Module | None = None,
     names: tuple[str, ...] = (),
 ) -> None:
     """Stores the norm's input quantized; with a reader, also lets the norm compute the reader's projections."""
-    from . import llama
+    from .swapped import Projection
 
-    stored = report.policy.norm_input
-    if stored is None or not _is(report, name, norm, llama.LlamaRMSNorm.original):
+    stored = report.stored("norm_input", name, norm)
+    if stored is None or not _is(report, name, norm, family.norm):
         return
     others = {n: type(getattr(reader, n)) for n in names if type(getattr(reader, n)) is not nn.Linear}
     if others:
@@ -118,10 +127,10 @@ def _convert_norm(
         report.skipped[name] = f"its output is kept as well, because {found}"
         reader, names = None, ()
     for n in names:
-        _swap(getattr(reader, n), llama.Projection, agoq_name=n)
+        _swap(getattr(reader, n), Projection, agoq_name=n)
     _swap(
         norm,
-        llama.LlamaRMSNorm,
+        _decoder().stand_in(family.norm),
         agoq_format=stored,
         agoq_reader=() if reader is None else (reader,),
         agoq_names=names,
@@ -129,32 +138,71 @@ def _convert_norm(
     report.converted[name] = "norm_input"
 
 
-def _convert_output(report: ConversionReport, name: str, projection: nn.Module) -> None:
-    from . import llama
+def _convert_attention(report: ConversionReport, family: Any, name: str, attention: Any) -> None:
+    """Stores q, k and v quantized, and the output where its projection stores it too."""
+    formats = [report.stored(kind, name, attention) for kind in ATTENTION_KINDS]
+    if not any(formats) or not _is(report, name, attention, family.attention):
+        return
+    decoder, config = _decoder(), attention.config
+    before = config._attn_implementation
+    # Layers share a configuration: all but the first find it changed.
+    if before not in ("sdpa", decoder.ATTENTION):
+        report.skipped[name] = f"the attention implementation must be sdpa; it is {before}"
+        return
+    output = report.stored("attention_output", f"{name}.o_proj", attention.o_proj)
+    config._attn_implementation = decoder.ATTENTION
+    _swap(
+        attention,
+        decoder.stand_in(family.attention),
+        agoq_formats=(*formats, output),
+        agoq_output="o_proj",
+        agoq_implementation="sdpa",
+    )
+    report.converted[name] = ", ".join(k for k, f in zip(ATTENTION_KINDS, formats, strict=True) if f)
+    # Qwen3 norms the heads of q and k.
+    for part in ("q_norm", "k_norm"):
+        if isinstance(getattr(attention, part, None), family.norm):
+            _convert_norm(report, family, f"{name}.{part}", getattr(attention, part))
 
-    stored = report.policy.attention_output
+
+def _convert_output(report: ConversionReport, name: str, projection: nn.Module) -> None:
+    from .swapped import OutputLinear
+
+    stored = report.stored("attention_output", name, projection)
     if stored is not None and _is(report, name, projection, nn.Linear):
-        _swap(projection, llama.OutputLinear, agoq_format=stored)
+        _swap(projection, OutputLinear, agoq_format=stored)
         report.converted[name] = "attention_output"
 
 
-def _convert_mlp(report: ConversionReport, name: str, mlp: nn.Module) -> None:
+def _convert_mlp(report: ConversionReport, family: Any, name: str, mlp: nn.Module) -> None:
     from transformers.activations import ACT2CLS
 
-    from . import llama
-
-    stored = report.policy.gate_up
-    if stored is None or not _is(report, name, mlp, llama.LlamaMLP.original):
+    stored = report.stored("gate_up", name, mlp)
+    if stored is None or not _is(report, name, mlp, family.mlp):
         return
     act_fn: Any = mlp.act_fn
     if not isinstance(act_fn, (nn.SiLU, _class(ACT2CLS["silu"]))):
         report.skipped[name] = f"the activation must be SiLU; it is {type(act_fn).__name__}"
         return
-    _swap(mlp, llama.LlamaMLP, agoq_format=stored, agoq_input_format=report.policy.mlp_input)
+    input_format = report.stored("mlp_input", name, mlp)
+    _swap(mlp, _decoder().stand_in(family.mlp), agoq_format=stored, agoq_input_format=input_format)
     report.converted[name] = "gate_up"
 
 
 # --- helpers -------------------------------------------------------------------------------------------------
+
+
+def _decoder() -> Any:
+    """The module `decoder`, which needs transformers."""
+    from . import decoder
+
+    return decoder
+
+
+def _families() -> list[Any]:
+    """The families whose code is loaded; none, without importing transformers, where it is not loaded."""
+    loaded = any(name.startswith("transformers.models.") for name in sys.modules)
+    return _decoder().families() if loaded else []
 
 
 def _class(entry: Any) -> type:
@@ -175,9 +223,9 @@ def _named(model: nn.Module, cls: type) -> dict[str, Any]:
 
 
 def _swapped(model: nn.Module) -> dict[str, Any]:
-    """The converted modules by name; empty, without importing transformers, if nothing was ever converted."""
-    llama = sys.modules.get(f"{__package__}.llama")
-    return {} if llama is None else _named(model, llama.Swapped)
+    """The converted modules by name."""
+    swapped = sys.modules.get(f"{__package__}.swapped")
+    return {} if swapped is None else _named(model, swapped.Swapped)
 
 
 def _is(report: ConversionReport, name: str, module: nn.Module, cls: type) -> bool:

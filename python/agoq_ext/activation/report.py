@@ -9,14 +9,13 @@ low-precision weight copies that autocast makes: a dispatch mode watches every o
 tensor inputs are all parameters, buffers or such copies are marked as copies. Both are reported apart. Everything else
 that is kept is counted: masks, rotary tables, log-sum-exp, token ids, labels.
 
-Operators are told by the innermost module whose forward is running, `OPERATORS` maps the names that Llama-like models
-use. An input that two operators save counts for the first: attention's output is saved by attention itself, and the
-output projection, which saves the same storage, then shows nothing.
+Operators are told by the innermost module whose forward is running, `names.OPERATORS` maps the names that Llama-like
+models use. An input that two operators save counts for the first: attention's output is saved by attention itself, and
+the output projection, which saves the same storage, then shows nothing.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,18 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operator by the last part of a module's name; the first pattern that matches it whole decides.
-OPERATORS = (
-    (r"q_proj|k_proj|v_proj|qkv_proj", "qkv"),
-    (r"o_proj|out_proj", "output projection"),
-    (r"self_attn|attn|attention|rotary_emb", "attention"),
-    (r".*norm.*|ln_.*", "norm"),
-    (r"gate_proj|up_proj|gate_up_proj", "gate and up projection"),
-    (r"down_proj", "down projection"),
-    (r"mlp|act_fn", "mlp"),
-    (r"lm_head|score", "head"),
-    (r"embed_tokens|.*embed.*|wte|wpe", "embedding"),
-)
+from .names import layer_of, operator_of
 
 
 @dataclass(frozen=True)
@@ -267,30 +255,6 @@ class _ParameterCopies(TorchDispatchMode):
 
 def _storage(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())
-
-
-# --- names ---------------------------------------------------------------------------------------------------
-
-
-def operator_of(name: str, module: nn.Module | None = None) -> str:
-    """What the module called `name` does: by `OPERATORS`, else its class's name."""
-    last = name.rpartition(".")[2]
-    for pattern, operator in OPERATORS:
-        if re.fullmatch(pattern, last):
-            return operator
-    if module is None:
-        return "other"
-    if "For" in type(module).__name__:
-        return "loss"  # what a LlamaForCausalLM and the like compute outside their modules
-    if last.isdigit() and any(True for _ in module.children()):
-        return "residual"  # what a layer computes outside its modules
-    return type(module).__name__
-
-
-def layer_of(name: str) -> str:
-    """The first number in a module's name: the index of its layer; "" if there is none."""
-    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return match.group(1) if match else ""
 
 
 # --- inputs --------------------------------------------------------------------------------------------------

@@ -25,10 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import attention as _attention
 from .. import autograd, layout
-from ..autograd import Codec
+from ..attention import Call, Codecs
+from ..autograd import NOTHING, Codec
+from ..head import LinearCrossEntropy
 
 DEFAULT_FORMAT = "nf4"
+DEFAULT_ATTENTION_FORMAT = "int8"  # 4-bit q and k spoil the gradient (docs/activations.md)
 DEFAULT_GROUP_SIZE = 64
 DEFAULT_SCALE_DTYPE = torch.bfloat16
 
@@ -80,7 +84,7 @@ def multi_linear(
     if codec is None or not _needs_grad(x, *weights, *biases):
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     return autograd.Projections.apply(
-        x, None, 0.0, codec, autograd.autocast_dtype(x), len(weights), *weights, *biases
+        x, None, *NOTHING, 0.0, codec, autograd.autocast_dtype(x), len(weights), *weights, *biases
     )
 
 
@@ -137,7 +141,7 @@ def rms_norm_linear(
         normed = _plain_rms_norm(x, norm_weight, eps)
         return tuple(F.linear(normed, w, b) for w, b in zip(weights, biases, strict=True))
     return autograd.Projections.apply(
-        x, norm_weight, eps, codec, autograd.autocast_dtype(x), len(weights), *weights, *biases
+        x, norm_weight, *NOTHING, eps, codec, autograd.autocast_dtype(x), len(weights), *weights, *biases
     )
 
 
@@ -189,6 +193,150 @@ def swiglu_linear(
     if codec is None or not _needs_grad(gate, up, weight, bias):
         return F.linear(F.silu(gate) * up, weight, bias)
     return autograd.SwiGLULinear.apply(gate, up, weight, bias, codec, autograd.autocast_dtype(gate))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    format: str | None = DEFAULT_ATTENTION_FORMAT,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    scale_dtype: torch.dtype = DEFAULT_SCALE_DTYPE,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`; keeps packed query, key, value and output.
+
+    Where PyTorch would take no fused kernel (dropout on the CPU, say), or the tensors have not four dimensions, it
+    is PyTorch's function itself and keeps what that keeps.
+
+    Args:
+        query: [batch, heads, length, head_dim].
+        key, value: [batch, kv_heads, kv_length, head_dim]; kv_heads = heads unless `enable_gqa`.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as there; a mask that requires a gradient keeps PyTorch's.
+
+    Returns:
+        [batch, heads, length, head_dim].
+    """
+    codec = _codec("attention", format, group_size, scale_dtype, query=query, key=key, value=value)
+    attended = None
+    if codec is not None and _needs_grad(query, key, value):
+        attended = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, codec)
+    if attended is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return attended[0].transpose(1, 2)
+
+
+def attention_linear(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    format: str | None = DEFAULT_ATTENTION_FORMAT,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    scale_dtype: torch.dtype = DEFAULT_SCALE_DTYPE,
+) -> Tensor:
+    """`linear` of `attention` with its heads side by side; both read one packed copy of attention's output.
+
+    Args:
+        query, key, value and the keywords: see `attention`.
+        weight: [out, heads * head_dim]. bias: [out] or None.
+
+    Returns:
+        [batch, length, out].
+    """
+    codec = _codec("attention_linear", format, group_size, scale_dtype, query=query, key=key, value=value)
+    attended = None
+    if codec is not None and _needs_grad(query, key, value):
+        attended = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, codec)
+    if attended is None or codec is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        merged = out.transpose(1, 2).flatten(2)
+        return linear(merged, weight, bias, format=format, group_size=group_size, scale_dtype=scale_dtype)
+    heads, packed, scales = attended
+    x = heads.flatten(2)
+    _check_projections("attention_linear", x, [weight], [bias])
+    return autograd.Projections.apply(
+        x, None, packed, scales, 0.0, codec, autograd.autocast_dtype(x), 1, weight, bias
+    )[0]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    codec: Codec,
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """`attention.attend` with one codec for all; None where no kernel takes the arguments."""
+    query, key, value = _attention.autocast_inputs(query, key, value)
+    kernel = _attention.choose_kernel(query, key, value, mask, dropout, is_causal, scale, enable_gqa)
+    if kernel is None:
+        return None
+    call = Call(kernel, dropout, is_causal, scale, 1)
+    return _attention.attend(query, key, value, mask, call, Codecs(codec, codec, codec, codec))
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    format: str | None = None,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    scale_dtype: torch.dtype = DEFAULT_SCALE_DTYPE,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy(linear(x, weight, bias).float(), target)`, whose logits never exist whole.
+
+    Keeps x (quantized if `format` is given), `weight`, the targets and one FP32 number a token, and computes the
+    logits a second time in backward, in blocks of the vocabulary. Sums differ from PyTorch's in their order.
+
+    Args:
+        x: [..., in].
+        weight: [vocabulary, in]. bias: [vocabulary] or None.
+        target: int64 [...], rows of `weight` or `ignore_index`.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
+
+    Returns:
+        FP32 scalar; [...] for "none".
+    """
+    op = "linear_cross_entropy"
+    _check_projections(op, x, [weight], [bias])
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
+    if tuple(target.shape) != tuple(x.shape[:-1]) or target.dtype != torch.int64:
+        raise ValueError(
+            f"{op}: target must be int64 {tuple(x.shape[:-1])}; got {target.dtype} {tuple(target.shape)}"
+        )
+    codec = _codec(op, format, group_size, scale_dtype, x=x)
+    dtype = autograd.autocast_dtype(x)
+    rows = (x if dtype is None else x.to(dtype)).reshape(-1, x.shape[-1])
+    losses = LinearCrossEntropy.apply(rows, weight, bias, target.reshape(-1), ignore_index, codec)
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
 
 
 # --- plain PyTorch -------------------------------------------------------------------------------------------
