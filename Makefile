@@ -19,10 +19,10 @@ STAMPS := $(VENV)/.stamps
 
 BUILD_FILES := pyproject.toml setup.py python/agoq_ext/_version.py $(wildcard build_backend/*.py)
 NATIVE_FILES := CMakeLists.txt $(shell find src -type f)
-FORMATTED := $(shell find src -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+FORMATTED := $(shell find src tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench cuda clean
+.PHONY: help demo test lint format bench cuda cuda-report clean
 .DELETE_ON_ERROR:
 # Two jobs in one build directory would disturb each other; Ninja runs the compilers in parallel.
 .NOTPARALLEL:
@@ -34,6 +34,7 @@ help:
 	@echo 'make format  reformat Python and native code'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make cuda    compile the CUDA library for all architectures, with any torch'
+	@echo 'make cuda-report  registers, spills and access widths of its kernels; fails on what is wrong'
 	@echo 'make clean   remove what was built, but not $(VENV)'
 
 demo: $(STAMPS)/package-demo $(STAMPS)/native
@@ -47,13 +48,13 @@ lint: $(STAMPS)/package-dev $(STAMPS)/native
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	@echo clang-format --dry-run --Werror src
+	@echo clang-format --dry-run --Werror src tests/emulator
 	@$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 
 format: $(STAMPS)/package-dev
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
-	@echo clang-format -i src
+	@echo clang-format -i src tests/emulator
 	@$(VENV)/bin/clang-format -i $(FORMATTED)
 
 bench: $(STAMPS)/package-bench $(STAMPS)/native
@@ -65,6 +66,13 @@ cuda: $(STAMPS)/build-requirements
 		AGOQ_CUDA=ON AGOQ_CMAKE_TARGET=_C_cuda $(PY) setup.py --quiet build_ext --build-temp build/cuda; \
 	else \
 		echo 'make cuda: skipped: no nvcc was found in CUDACXX, CUDA_HOME, CUDA_PATH, /usr/local/cuda or PATH'; \
+	fi
+
+# Needs no GPU; cuobjdump and nvdisasm come from PyPI.
+cuda-report: cuda
+	@if $(PY) build_backend/toolchain.py nvcc >/dev/null; then \
+		$(PIP) nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm && \
+		$(PY) benchmarks/cuda_report.py build/cuda/cmake/_C_cuda.abi3.so --json build/cuda/report.json; \
 	fi
 
 clean:

@@ -6,6 +6,7 @@ roundings, tails and alignments under several schedules; the full product runs u
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,8 @@ def complaint(expected: Expected, found: bytes) -> str | None:
     want, got = (
         torch.frombuffer(bytearray(data), dtype=expected.dtype).double() for data in (expected.data, found)
     )
-    near = torch.isclose(got, want, rtol=expected.rtol, atol=expected.atol, equal_nan=True)
+    error, allowed = (got - want).abs(), expected.atol + expected.rtol * want.abs()
+    near = (error <= allowed) & want.isfinite() | (got == want) | (got.isnan() & want.isnan())
     if near.all():
         return None
     wrong, at = int((~near).sum()), int((~near).nonzero()[0])
@@ -83,6 +85,14 @@ def test_rows_that_shared_memory_does_not_hold(checker: Device, name: str) -> No
     for centered in (False, True):
         case = {**first, **long, "centered": centered}
         check(checker, OPS[name].build({k: v for k, v in case.items() if k in first}), Schedule("random", 1))
+
+
+@pytest.mark.parametrize("name", ["reduce", "reduce_quantize"])
+def test_1024_shards(checker: Device, name: str) -> None:
+    first = {axis: values[0] for axis, values in OPS[name].axes.items()}
+    for format, scale_dtype in (("int8", torch.float32), ("int5", torch.bfloat16), ("uint4", torch.bfloat16)):
+        case = {**first, "format": format, "scale_dtype": scale_dtype, "cols": 40, "shards": 1024}
+        check(checker, OPS[name].build(case), Schedule("random", 1))
 
 
 @pytest.mark.slow
@@ -190,3 +200,10 @@ def test_a_wrong_result_is_told() -> None:
     one, near = (torch.tensor([x]).numpy().tobytes() for x in (1.0, 1.001))
     assert complaint(Expected(one, torch.float32, rtol=0.01), near) is None
     assert "element 0" in str(complaint(Expected(one, torch.float32, rtol=1e-5), near))
+    assert complaint(Expected(one, torch.float32, atol=torch.tensor([0.01])), near) is None
+    assert complaint(Expected(one, torch.float32, atol=torch.tensor([1e-5])), near) is not None
+    for value in (math.nan, math.inf):
+        special = torch.tensor([value]).numpy().tobytes()
+        assert complaint(Expected(special, torch.float32, rtol=0.01), special) is None
+        assert complaint(Expected(special, torch.float32, rtol=0.01), one) is not None
+        assert complaint(Expected(one, torch.float32, rtol=0.01, atol=1.0), special) is not None

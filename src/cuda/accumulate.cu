@@ -10,8 +10,9 @@
 namespace agoq::cuda {
 namespace {
 
+// Four blocks a multiprocessor suffice for scalar kernels, whose registers spill otherwise; 0 asks for nothing.
 template <Format F, bool Stochastic, bool Vec>
-__global__ void __launch_bounds__(kBlockThreads) accumulate_kernel(AccumulateArgs a) {
+__global__ void __launch_bounds__(kBlockThreads, Vec ? 0 : 4) accumulate_kernel(AccumulateArgs a) {
   AGOQ_SHARED(float, table, [16]);
   const Decoder<F> decoder(table);
   if constexpr (F == Format::nf4) __syncthreads();

@@ -13,15 +13,39 @@ namespace agoq::ptx {
 
 // --- vector accesses -----------------------------------------------------------------------------------------
 
-// Loads; `p` is aligned to the width. Not through the read-only path: kernels overwrite in place what they have read.
-__device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
-__device__ __forceinline__ uint2 load8(const void* p) { return *static_cast<const uint2*>(p); }
-__device__ __forceinline__ uint32_t load4(const void* p) { return *static_cast<const uint32_t*>(p); }
+// Of global memory; `p` is aligned to the width. In PTX, since the compiler takes C++ vector accesses apart where
+// another path stores the same elements one by one. Not through the read-only path: kernels overwrite what they have
+// read.
+__device__ __forceinline__ uint4 load16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(p))
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(__cvta_generic_to_global(p)) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load4(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)) : "memory");
+  return v;
+}
 
-// Stores; `p` is aligned to the width.
-__device__ __forceinline__ void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
-__device__ __forceinline__ void store8(void* p, uint2 v) { *static_cast<uint2*>(p) = v; }
-__device__ __forceinline__ void store4(void* p, uint32_t v) { *static_cast<uint32_t*>(p) = v; }
+__device__ __forceinline__ void store16(void* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void store8(void* p, uint2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store4(void* p, uint32_t v) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v) : "memory");
+}
 
 // The address that instructions on shared memory take.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

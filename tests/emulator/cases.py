@@ -40,12 +40,13 @@ class Expected:
     Attributes:
         data: its bytes, with UNWRITTEN in gaps.
         dtype: element type for the comparison by tolerance; None where the bits have to be equal.
+        atol: of all elements, or a tensor with that of each.
     """
 
     data: bytes
     dtype: torch.dtype | None = None
     rtol: float = 0.0
-    atol: float = 0.0
+    atol: float | Tensor = 0.0
 
 
 @dataclass(frozen=True)

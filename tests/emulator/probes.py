@@ -51,6 +51,7 @@ BUGS = {
     "misaligned_store": Bug(("misaligned",), "out"),
     "misaligned_struct": Bug(("misaligned",), "in"),
     "misaligned_word": Bug(("misaligned",), "in"),
+    "shared_as_global": Bug(("misuse",), "tile"),
     "wild_pointer": Bug(("wild-pointer",)),
     "other_threads_stack": Bug(("wild-pointer",)),
     "endless_loop": Bug(("endless",)),

@@ -13,7 +13,7 @@ __global__ void copy_without_wait(Probe p) {
   ptx::cp_async_commit();
   if (!Bug) ptx::cp_async_wait<0>();
   __syncthreads();
-  store_piece(p, ptx::load16(&tile[63 - threadIdx.x])); // FOUND copy_without_wait
+  store_piece(p, tile[63 - threadIdx.x]); // FOUND copy_without_wait
 }
 PLANT(copy_without_wait, 1, 64, 0)
 
@@ -26,7 +26,7 @@ __global__ void wait_for_too_few_groups(Probe p) {
   }
   ptx::cp_async_wait<Bug ? 1 : 0>();
   __syncthreads();
-  store_piece(p, ptx::load16(&tile[63 - threadIdx.x])); // FOUND wait_for_too_few_groups
+  store_piece(p, tile[63 - threadIdx.x]); // FOUND wait_for_too_few_groups
 }
 PLANT(wait_for_too_few_groups, 1, 64, 0)
 
@@ -37,7 +37,7 @@ __global__ void copy_without_commit(Probe p) { // waits for groups do not cover 
   if (!Bug) ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   __syncthreads();
-  store_piece(p, ptx::load16(&tile[63 - threadIdx.x])); // FOUND copy_without_commit
+  store_piece(p, tile[63 - threadIdx.x]); // FOUND copy_without_commit
 }
 PLANT(copy_without_commit, 1, 64, 0)
 
@@ -48,7 +48,7 @@ __global__ void copy_without_barrier(Probe p) { // a thread's wait covers its ow
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   if (!Bug) __syncthreads();
-  store_piece(p, ptx::load16(&tile[63 - threadIdx.x])); // FOUND copy_without_barrier
+  store_piece(p, tile[63 - threadIdx.x]); // FOUND copy_without_barrier
 }
 PLANT(copy_without_barrier, 1, 64, 0)
 
@@ -62,8 +62,7 @@ __global__ void copy_over_readers(Probe p) { // the second copy overwrites what 
     ptx::cp_async_wait<0>();
     __syncthreads();
     const unsigned to = (1 - half) * 32 + 63 - threadIdx.x;
-    if (threadIdx.x >= 32)
-      ptx::store16(p.out + to * 4, ptx::load16(&tile[threadIdx.x - 32])); // FOUND copy_over_readers
+    if (threadIdx.x >= 32) ptx::store16(p.out + to * 4, tile[threadIdx.x - 32]); // FOUND copy_over_readers
     if (!Bug) __syncthreads();
   }
 }
@@ -78,8 +77,8 @@ __global__ void copy_past_end(Probe p) { // copies; the last piece has to be fil
   }
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  const uint4 rest = threadIdx.x == 0 ? ptx::load16(&tile[64]) : make_uint4(0, 0, 0, 0);
-  uint4 v = ptx::load16(&tile[threadIdx.x]);
+  const uint4 rest = threadIdx.x == 0 ? tile[64] : make_uint4(0, 0, 0, 0);
+  uint4 v = tile[threadIdx.x];
   v.x += rest.x + rest.y + rest.z + rest.w;
   store_piece(p, v);
 }
@@ -92,7 +91,7 @@ __global__ void misaligned_copy(Probe p) { // copies
   ptx::cp_async16(&tile[threadIdx.x], from); // FOUND misaligned_copy
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  store_piece(p, ptx::load16(&tile[threadIdx.x]));
+  store_piece(p, tile[threadIdx.x]);
 }
 PLANT(misaligned_copy, 1, 64, 0)
 
@@ -120,7 +119,7 @@ __device__ __forceinline__ void bulk_pipeline(Probe p, uint4 (&slots)[2][16], ui
     for (int piece = 0; piece < 4; ++piece) {
       const int s = piece % 2;
       if (bug != BulkBug::no_wait) ptx::mbarrier_wait(&full[s], static_cast<unsigned>(piece / 2)); // FOUND bulk_*
-      const uint4 v = ptx::load16(&slots[s][15 - lane]);                                           // FOUND bulk_*
+      const uint4 v = slots[s][15 - lane];                                                         // FOUND bulk_*
       ptx::store16(p.out + (3 - piece) * 64 + lane * 4, v);
       ptx::mbarrier_arrive(&empty[s]);                                                 // FOUND bulk_*
       if (bug == BulkBug::extra_arrival && lane == 5) ptx::mbarrier_arrive(&empty[s]); // FOUND bulk_*
@@ -166,7 +165,7 @@ __global__ void copy_to_global(Probe p) { // copies
   ptx::cp_async16(to, p.in + threadIdx.x * 4); // FOUND copy_to_global
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  if (!Bug) store_piece(p, ptx::load16(&tile[threadIdx.x]));
+  if (!Bug) store_piece(p, tile[threadIdx.x]);
 }
 PLANT(copy_to_global, 1, 64, 0)
 

@@ -129,6 +129,15 @@ __global__ void misaligned_word(Probe p) {
 PLANT(misaligned_word, 2, 128, 0)
 
 template <bool Bug>
+__global__ void shared_as_global(Probe p) { // the wrappers read global memory only
+  AGOQ_SHARED(uint4, tile, [64]);
+  tile[threadIdx.x] = ptx::load16(p.in + threadIdx.x * 4);
+  const uint4 v = Bug ? ptx::load16(&tile[threadIdx.x]) : tile[threadIdx.x]; // FOUND shared_as_global
+  ptx::store16(p.out + threadIdx.x * 4, v);
+}
+PLANT(shared_as_global, 1, 64, 0)
+
+template <bool Bug>
 __global__ void wild_pointer(Probe p) {
   const int64_t i = my_index();
   const uint32_t* from = Bug && i == 3 ? reinterpret_cast<const uint32_t*>(uintptr_t{4096}) : p.in + i;

@@ -9,6 +9,12 @@
 namespace emulator {
 namespace {
 
+void require_global(const void* p, Site site) {
+  const size_t at = offset_of(p);
+  if (is_shared(at))
+    fail("misuse", {nullptr, site}, describe(at).buffer, "an access of global memory at a shared address");
+}
+
 void check_vector(const void* p, unsigned bytes, Access access, Site site) {
   if (checking) return check_access(*current, p, bytes, access, bytes, {nullptr, site});
   if (reinterpret_cast<uintptr_t>(p) % bytes != 0)
@@ -52,11 +58,13 @@ uint64_t apply(AtomicOp op, void* p, uint64_t operand, uint64_t compare, Site si
 } // namespace
 
 void vector_load(void* value, const void* p, unsigned bytes, Site site) {
+  require_global(p, site);
   check_vector(p, bytes, Access::read, site);
   memcpy(value, p, bytes);
 }
 
 void vector_store(void* p, const void* value, unsigned bytes, Site site) {
+  require_global(p, site);
   check_vector(p, bytes, Access::write, site);
   memcpy(p, value, bytes);
 }
