@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
-from .collectives import Codec, add_bytes_sent, all_reduce, mix_seed, plain_all_reduce_bytes
+from .collectives import Codec, ErrorFeedback, add_bytes_sent, all_reduce, mix_seed, plain_all_reduce_bytes
 
 
 class _State:
@@ -32,6 +32,9 @@ class QuantizedAllReduceState(_State):
         codec: how gradients are encoded on the wire.
         seed: for stochastic rounding, with `calls` mixed in, so that no two buckets share their noise.
         calls: buckets that this state has exchanged.
+        backwards: backward passes whose buckets it has exchanged.
+        feedback: by bucket, what its encodings have lost; None without error feedback. It begins with the second
+            backward pass, since DDP cuts the buckets anew after the first.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class QuantizedAllReduceState(_State):
         scale_dtype: torch.dtype = torch.bfloat16,
         rounding: str = "nearest",
         seed: int | None = None,
+        error_feedback: bool = False,
     ) -> None:
         """The options are `agoq_ext.all_reduce`'s, except that `seed` is an int; None: torch.initial_seed().
+
+        `error_feedback` keeps what encodings lose and adds it to the next gradients, for 4 (1 + 1/W) bytes a parameter.
 
         Raises:
             ValueError: an option is not supported.
@@ -55,7 +61,25 @@ class QuantizedAllReduceState(_State):
         ops.seed_tensor(
             "QuantizedAllReduceState", "stochastic", self.seed, torch.device("cpu")
         )  # checks its range
-        self.calls = 0
+        self.calls = self.backwards = 0
+        self.feedback: dict[int, ErrorFeedback] | None = {} if error_feedback else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold for training to go on with the same bits; a DCP `Stateful`."""
+        state: dict[str, Any] = {"calls": self.calls, "backwards": self.backwards}
+        for index, feedback in (self.feedback or {}).items():
+            state[f"feedback{index}"] = feedback.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, on the rank that it was made on."""
+        self.calls, self.backwards = state["calls"], state["backwards"]
+        if self.feedback is not None:
+            self.feedback.clear()
+            for name, saved in state.items():
+                if name.startswith("feedback"):
+                    feedback = self.feedback[int(name.removeprefix("feedback"))] = ErrorFeedback()
+                    feedback.load_state_dict(saved)
 
 
 def quantized_allreduce_hook(
@@ -70,6 +94,10 @@ def quantized_allreduce_hook(
     if seed is not None:
         seed = mix_seed(seed, state.calls)
     state.calls += 1
+    feedback = None
+    if state.feedback is not None and state.backwards:
+        feedback = state.feedback.setdefault(bucket.index(), ErrorFeedback())
+    state.backwards += bucket.is_last()
     work = all_reduce(
         buffer,
         "avg",
@@ -80,6 +108,7 @@ def quantized_allreduce_hook(
         codec.rounding,
         seed,
         async_op=True,
+        feedback=feedback,
     )
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
@@ -128,7 +157,7 @@ def register(model: torch.nn.parallel.DistributedDataParallel, **options: Any) -
 
     Args:
         model: without a communication hook so far.
-        options: format, group_size, scale_dtype, rounding, seed of `QuantizedAllReduceState`.
+        options: format, group_size, scale_dtype, rounding, seed, error_feedback of `QuantizedAllReduceState`.
 
     Returns:
         The state, over the model's own process group.

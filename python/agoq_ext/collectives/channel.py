@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import traceback
@@ -23,7 +24,8 @@ _RECORD_PREFIX = "agoq_ext "
 # Distinct calls whose agreement is remembered. All ranks have the same history, so all forget together.
 _MAX_AGREED = 4096
 
-Body = Callable[[Transport], None]
+# Called with one transport for each group of the channel.
+Body = Callable[..., None]
 
 
 class Disagreement(RuntimeError):
@@ -31,7 +33,7 @@ class Disagreement(RuntimeError):
 
 
 class Channel:
-    """One process group as this process sees it.
+    """One process group, or the two of a two-level exchange, as this process sees them.
 
     Host exchanges run in FIFO order on one thread, over a Gloo group that nobody else uses, whether the caller
     waits for them or not. So calls match across ranks if every rank issues them in the same order, and what the
@@ -41,14 +43,18 @@ class Channel:
     connections, which tells the peers, and every later call fails at once and names the first failure.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.world = group.rank(), group.size()
-        self._store, self._timeout = store_of(group), timeout_of(group)
+    def __init__(self, *groups: dist.ProcessGroup) -> None:
+        self.rank, self.world = groups[0].rank(), math.prod(group.size() for group in groups)
+        # Not the groups themselves: a channel must not keep alive what it is found by.
+        self._members = [(store_of(g), g.rank(), g.size(), timeout_of(g)) for g in groups]
+        self._name = "agoq_ext" if len(groups) == 1 else "agoq_ext/two_level"
         self._lock = threading.Lock()
         self._sent = 0
         self._agreed: set[str] = set()
-        self._host: HostTransport | None = None
+        self._host: list[HostTransport] | None = None
         self._failure: str | None = None
+        self._aborted = False
+        self._flying: weakref.WeakSet[Work] = weakref.WeakSet()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -61,6 +67,8 @@ class Channel:
 
     def add_bytes(self, count: int) -> None:
         with self._lock:
+            if self._failure is not None:  # aborted meanwhile: nothing is written any more
+                raise RuntimeError(self._failure)
             self._sent += count
 
     def reset_bytes(self) -> None:
@@ -70,47 +78,66 @@ class Channel:
     # --- running ---
 
     def run(
-        self, op: str, body: Body, tensor: Tensor, group: dist.ProcessGroup, inputs: Sequence[Tensor] = ()
+        self,
+        op: str,
+        body: Body,
+        tensors: list[Tensor],
+        groups: Sequence[dist.ProcessGroup],
+        inputs: Sequence[Tensor] = (),
     ) -> Work:
-        """Runs `body`, which exchanges through the transport it is given and writes `tensor`; the work in flight.
+        """Runs `body`, which exchanges through the transports it is given and writes `tensors`; the work in flight.
 
         A device exchange is issued on a stream of its own, in order with the current one; `inputs` are the other
         tensors that `body` uses.
         """
-        work = Work(op, [tensor])
-        if exchanges_on_device(group, tensor.device):
-            with self._stream([tensor, *inputs], None) as event:
-                body(DeviceTransport(group, tensor.device, self.add_bytes))
+        work = Work(op, tensors)
+        device = tensors[0].device
+        if exchanges_on_device(groups[0], device):
+            with self._stream([*tensors, *inputs], None) as event:
+                body(*self._device_transports(groups, device))
                 event.record()
                 work.finish(event)
         else:
-            self._submit(op, body, tensor, inputs, work)
+            self._submit(op, body, tensors, inputs, work)
         return work
 
     def run_now(
-        self, op: str, body: Body, tensor: Tensor, group: dist.ProcessGroup, inputs: Sequence[Tensor] = ()
+        self,
+        op: str,
+        body: Body,
+        tensors: list[Tensor],
+        groups: Sequence[dist.ProcessGroup],
+        inputs: Sequence[Tensor] = (),
     ) -> None:
         """Like `run`, and waits: the host for a host exchange, the current stream for a device exchange."""
-        if exchanges_on_device(group, tensor.device):
-            body(DeviceTransport(group, tensor.device, self.add_bytes))
+        device = tensors[0].device
+        if exchanges_on_device(groups[0], device):
+            body(*self._device_transports(groups, device))
         else:
-            self.run(op, body, tensor, group, inputs).wait()
+            self.run(op, body, tensors, groups, inputs).wait()
 
-    def _submit(self, op: str, body: Body, tensor: Tensor, inputs: Sequence[Tensor], work: Work) -> None:
+    def _device_transports(
+        self, groups: Sequence[dist.ProcessGroup], device: torch.device
+    ) -> list[DeviceTransport]:
+        return [DeviceTransport(group, device, self.add_bytes) for group in groups]
+
+    def _submit(
+        self, op: str, body: Body, tensors: list[Tensor], inputs: Sequence[Tensor], work: Work
+    ) -> None:
         ready = None
-        if tensor.is_cuda:
+        if tensors[0].is_cuda:
             ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(tensor.device))
+            ready.record(torch.cuda.current_stream(tensors[0].device))
 
         def task() -> None:
             try:
                 with torch.no_grad():
                     if ready is None:
-                        body(self._host_transport(op))
+                        body(*self._host_transports(op))
                         work.finish()
                     else:
-                        with self._stream([tensor, *inputs], ready) as event:
-                            body(self._host_transport(op))
+                        with self._stream([*tensors, *inputs], ready) as event:
+                            body(*self._host_transports(op))
                             event.record()
                             work.finish(event)
             except Disagreement as error:
@@ -119,6 +146,9 @@ class Channel:
                 work.fail(self._break(op, error))
 
         with self._lock:
+            if self._aborted:  # the worker may be stuck, and will not come to this call
+                work.fail(self._refusal(op))
+                return
             if self._worker is None:
                 # A daemon: a peer that never answers must not keep this process from exiting.
                 self._worker = threading.Thread(
@@ -126,27 +156,33 @@ class Channel:
                 )
                 self._worker.start()
             work.runs_on = self._worker
+            self._flying.add(work)
             self._tasks.put(task)
 
-    def _host_transport(self, op: str) -> HostTransport:
+    def _host_transports(self, op: str) -> list[HostTransport]:
         if self._failure is not None:
-            raise RuntimeError(
-                f"{op}: an earlier exchange on this group failed, so the group cannot be used any more "
-                f"({self._failure})"
-            )
+            raise self._refusal(op)
         if self._host is None:
-            self._host = HostTransport(self._store, self.rank, self.world, self._timeout, self.add_bytes)
+            self._host = [
+                HostTransport(store, rank, world, timeout, self.add_bytes, self._name)
+                for store, rank, world, timeout in self._members
+            ]
         return self._host
+
+    def _refusal(self, op: str) -> RuntimeError:
+        return RuntimeError(
+            f"{op}: an earlier exchange on this group failed, so the group cannot be used any more "
+            f"({self._failure})"
+        )
 
     def _break(self, op: str, error: BaseException) -> BaseException:
         if self._failure is not None:
             return error
         self._failure = str(error)
-        if self._host is not None:
-            self._host.close()
-        traceback.clear_frames(
-            error.__traceback__
-        )  # they hold buffers, which whoever keeps the error would keep
+        # The frames hold buffers and exchanges in flight, which whoever keeps the error would keep.
+        traceback.clear_frames(error.__traceback__)
+        for transport in self._host or ():
+            transport.close()
         failure = RuntimeError(f"{op}: rank {self.rank} of {self.world}: the exchange failed: {error}")
         failure.__cause__ = error
         return failure
@@ -172,9 +208,19 @@ class Channel:
         """Ends the worker once it has done what was submitted."""
         self._tasks.put(None)
 
+    def abort(self) -> None:
+        """Ends every call in flight, and every later one, with an error; does not wait for anything."""
+        error = RuntimeError(f"rank {self.rank} of {self.world}: the group was aborted")
+        with self._lock:
+            self._failure, self._aborted = self._failure or str(error), True
+            flying = list(self._flying)
+        for work in flying:
+            work.fail(error)
+        self._tasks.put(None)
+
     # --- agreement ---
 
-    def agree(self, transport: Transport, op: str, call: str) -> None:
+    def agree(self, transports: Sequence[Transport], op: str, call: str) -> None:
         """Makes sure that all ranks make this call with this version; exchanges a record the first time only.
 
         With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL every call is compared.
@@ -184,32 +230,45 @@ class Channel:
         """
         if call in self._agreed and dist.get_debug_level() == dist.DebugLevel.OFF:
             return
-        if transport.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if transports[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{op}: the first call with new options or a new size must happen before a CUDA graph is captured"
             )
         own = f"{_RECORD_PREFIX}{__version__} {call}"
-        records = [record.decode(errors="replace") for record in _gather_records(transport, own)]
-        for rank, record in enumerate(records):
-            if not record.startswith(_RECORD_PREFIX):
-                raise RuntimeError(
-                    f"{op}: rank {rank} is making another call than rank {self.rank}, which makes {own}"
-                )
-        if len(set(records)) > 1:
-            listed = "; ".join(f"rank {rank}: {record}" for rank, record in enumerate(records))
-            raise Disagreement(f"{op}: the ranks of the group disagree: {listed}")
+        records, width = [own], RECORD_BYTES
+        for transport in transports:
+            # The second level compares what the first one has found, so that every rank learns of every rank.
+            found = records[0]
+            if len(set(records)) > 1:
+                found = (_RECORD_PREFIX + _join(records)).encode()[:width].decode(errors="ignore")
+            records = [r.decode(errors="replace") for r in _gather_records(transport, found, width)]
+            width *= transport.world + 1
+            for rank, record in enumerate(records):
+                if not record.startswith(_RECORD_PREFIX):
+                    raise RuntimeError(
+                        f"{op}: rank {rank} is making another call than rank {transport.rank}, which makes {own}"
+                    )
+        if len(set(records)) > 1 or _SEPARATOR in records[0]:
+            raise Disagreement(f"{op}: the ranks of the group disagree: {_join(records)}")
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()
         self._agreed.add(call)
 
 
-def _gather_records(transport: Transport, text: str) -> list[bytes]:
+_SEPARATOR = "; "
+
+
+def _join(records: list[str]) -> str:
+    return _SEPARATOR.join(f"rank {rank}: {record}" for rank, record in enumerate(records))
+
+
+def _gather_records(transport: Transport, text: str, width: int) -> list[bytes]:
     data = text.encode()
-    if len(data) > RECORD_BYTES:
-        raise RuntimeError(f"collectives: the record of a call is longer than {RECORD_BYTES} bytes: {text}")
-    record = torch.frombuffer(bytearray(data.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
-    gathered = torch.empty(transport.world, RECORD_BYTES, dtype=torch.uint8, device=transport.device)
-    transport.all_gather(gathered, record.to(transport.device))
+    if len(data) > width:
+        raise RuntimeError(f"collectives: the record of a call is longer than {width} bytes: {text}")
+    record = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+    gathered = torch.empty(transport.world, width, dtype=torch.uint8, device=transport.device)
+    transport.all_gather(gathered, record.to(transport.device)).wait()
     return [bytes(row).rstrip(b"\0") for row in gathered.tolist()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,23 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
+class Pending:
+    """An exchange in flight."""
+
+    def __init__(self, work: Any, sent: int, count: Callable[[int], None]) -> None:
+        self._work, self._sent, self._count = work, sent, count
+
+    def wait(self) -> None:
+        """Ends when the messages are there: the host waits for a host exchange, the stream for a device one."""
+        self._work.wait()
+        self._count(self._sent)
+
+
 class Transport:
     """Two exchanges of uint8 between all ranks of a group, and the count of bytes that they send.
+
+    Both return at once. Ranks issue them in the same order, several may be in flight, and the tensors stay untouched
+    until `Pending.wait` has returned.
 
     Attributes:
         rank, world: this process in the group, and the size of the group.
@@ -28,29 +44,35 @@ class Transport:
         self.rank, self.world, self.device = rank, world, device
         self._count = count
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Pending:
         """received[r] <- what rank r sent to this one; both uint8 [world, n], contiguous."""
-        self._all_to_all(received.view(-1), sent.view(-1))
-        self._count(sent.nbytes // self.world * (self.world - 1))
+        size = sent.nbytes // self.world * (self.world - 1)
+        return Pending(self._all_to_all(received.view(-1), sent.view(-1)), size, self._count)
 
-    def all_gather(self, received: Tensor, sent: Tensor) -> None:
+    def all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """received[r] <- rank r's message; uint8 [world, n] and [n], contiguous."""
-        self._all_gather(received.view(-1), sent)
-        self._count(sent.nbytes * (self.world - 1))
+        size = sent.nbytes * (self.world - 1)
+        return Pending(self._all_gather(received.view(-1), sent), size, self._count)
 
-    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+    def close(self) -> None:
+        """Closes the connections that belong to this transport, so that a peer that waits fails at once."""
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         raise NotImplementedError
 
-    def _all_gather(self, received: Tensor, sent: Tensor) -> None:
+    def _all_gather(self, received: Tensor, sent: Tensor) -> Any:
         raise NotImplementedError
 
 
 class HostTransport(Transport):
-    """A Gloo group of its own over host memory. Each exchange has ended when its method returns.
+    """A Gloo group of its own over host memory.
 
     Gloo matches messages by the order in which a process issues its collectives, so one thread alone uses a
     transport. Making one is itself a collective: all ranks must do it.
     """
+
+    # Each of Gloo's threads carries one exchange at a time; a pipeline keeps six in flight.
+    THREADS = 6
 
     def __init__(
         self,
@@ -59,6 +81,7 @@ class HostTransport(Transport):
         world: int,
         timeout: timedelta,
         count: Callable[[int], None],
+        name: str = "agoq_ext",
     ) -> None:
         super().__init__(rank, world, torch.device("cpu"), count)
         if not dist.is_gloo_available():
@@ -67,21 +90,26 @@ class HostTransport(Transport):
             raise RuntimeError("exchanging through the host needs a group whose ranks met through a store")
         # A store's client serves one thread at a time, and this one may wait for peers while the caller goes on.
         own = store.clone() if hasattr(store, "clone") else store
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("agoq_ext", own), rank, world, timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._threads, options._timeout = self.THREADS, timeout
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
+            gloo.create_default_device()
+        ]
+        self._gloo: Any = gloo(dist.PrefixStore(name, own), rank, world, options)
 
     def close(self) -> None:
-        """Closes the connections, so that a peer that waits for this rank fails at once."""
         self._gloo = None
 
-    # No local variable holds a Gloo work: the traceback of a failed exchange would keep the connections open.
-
-    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         options = distributed_c10d.AllToAllOptions()
-        _named(self._gloo, "alltoall_base", "all_to_all_single")(received, sent, [], [], options).wait()
+        return _named(self._gloo, "alltoall_base", "all_to_all_single")(received, sent, [], [], options)
 
-    def _all_gather(self, received: Tensor, sent: Tensor) -> None:
-        options = distributed_c10d.AllgatherOptions()
-        _named(self._gloo, "_allgather_base", "all_gather_into_tensor")(received, sent, options).wait()
+    def _all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        # As an all-to-all of equal messages: one step instead of a ring's W - 1, as many bytes, and every exchange
+        # touches every peer, so that the death of any one ends every exchange in flight.
+        return self._all_to_all(received, sent.expand(self.world, -1).reshape(-1))
 
 
 def _named(backend: Any, *names: str) -> Callable[..., Any]:
@@ -96,11 +124,11 @@ class DeviceTransport(Transport):
         super().__init__(group.rank(), group.size(), device, count)
         self._group = group
 
-    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        dist.all_to_all_single(received, sent, group=self._group)
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        return dist.all_to_all_single(received, sent, group=self._group, async_op=True)
 
-    def _all_gather(self, received: Tensor, sent: Tensor) -> None:
-        dist.all_gather_into_tensor(received, sent, group=self._group)
+    def _all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        return dist.all_gather_into_tensor(received, sent, group=self._group, async_op=True)
 
 
 def exchanges_on_device(group: dist.ProcessGroup, device: torch.device) -> bool:

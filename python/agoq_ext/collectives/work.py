@@ -29,24 +29,30 @@ class Work(dist.Work):
         # The thread that will finish this work, and runs the callbacks; it must not block on it.
         self.runs_on: threading.Thread | None = None
         devices: list[int | str | torch.device] = [t.device for t in tensors if t.is_cuda]
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+        self._source: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+        # torch keeps an exception set from Python as a value, which C++ (DDP's reducer) takes for success; one that a
+        # callback raises is an error to both.
+        self._future = self._source.then(lambda future: future.value())
+        self._once = threading.Lock()
 
     def finish(self, device_event: torch.cuda.Event | None = None) -> None:
-        """Marks the result as written, on the device once `device_event` has passed. Called once, by the runner."""
-        self._device_event = device_event
-        self._known = True
-        self._future.set_result(self._tensors)
-        self._over.set()
+        """Marks the result as written, on the device once `device_event` has passed. The first outcome counts."""
+        if self._once.acquire(blocking=False):
+            self._device_event = device_event
+            self._known = True
+            self._source.set_result(self._tensors)
+            self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """Marks the work as failed. Called once, by the runner."""
-        self._error = error
-        self._known = True
-        self._future.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
-        self._over.set()
+        """Marks the work as failed. The first outcome counts."""
+        if self._once.acquire(blocking=False):
+            self._error = error
+            self._known = True
+            self._source.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
+            self._over.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the result is written; True.
+        """Blocks until the result is written, for ever if `timeout` is None or zero (what C++ passes); True.
 
         Raises:
             RuntimeError: the exchange failed, or this is a callback of an earlier collective on the same group,
@@ -58,7 +64,7 @@ class Work(dist.Work):
                 raise RuntimeError(
                     f"{self._op}: a callback must not wait for a later collective on the same group"
                 )
-        elif not self._over.wait(None if timeout is None else timeout.total_seconds()):
+        elif not self._over.wait(timeout.total_seconds() if timeout else None):
             raise TimeoutError(f"{self._op}: not finished after {timeout}")
         if self._error is not None:
             raise self._error
@@ -87,9 +93,5 @@ class Work(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of the tensors that the operation writes.
-
-        A failure is an error to Python callers only, since torch keeps an exception set from Python as a value. What
-        hands the future to C++ (DDP's reducer) goes through `then(lambda future: future.value())`.
-        """
+        """A torch.futures.Future of the list of the tensors that the operation writes."""
         return self._future
