@@ -1,4 +1,4 @@
-"""Measures what one LLaMA layer keeps for backward: uncompressed, "paper", and with attention's output shared.
+"""Measures what one LLaMA layer keeps for backward: uncompressed, "paper", "agoq" and "lean".
 
     python benchmarks/activation_bytes.py [--hidden 1024 --heads 8 --seq 1024 --batch 1] [--autocast] [--json FILE]
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import transformers
 
 import agoq_ext
-from agoq_ext.activation import ActivationPolicy, ActivationReport, activation_report, compress_activations
+from agoq_ext.activation import ActivationReport, activation_report, compress_activations
 
 OPERATORS = (
     "norm",
@@ -48,7 +47,7 @@ def build(args: argparse.Namespace) -> Any:
     return transformers.LlamaForCausalLM(config).to(torch.float32 if args.autocast else torch.bfloat16)
 
 
-def measure(args: argparse.Namespace, policy: str | ActivationPolicy) -> ActivationReport:
+def measure(args: argparse.Namespace, policy: str) -> ActivationReport:
     model = build(args)
     compress_activations(model, policy)
     ids = torch.randint(256, (args.batch, args.seq))
@@ -77,12 +76,7 @@ def main() -> None:
     parser.add_argument("--autocast", action="store_true", help="FP32 parameters under BF16 autocast")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
-    paper = ActivationPolicy.named("paper")
-    reports = {
-        "uncompressed": measure(args, "off"),
-        '"paper"': measure(args, paper),
-        "attention_output=None": measure(args, dataclasses.replace(paper, attention_output=None)),
-    }
+    reports = {name: measure(args, name) for name in ("off", "paper", "agoq", "lean")}
     precision = "FP32 under BF16 autocast" if args.autocast else "BF16"
     print(
         f"hidden {args.hidden}, {args.heads} heads, batch {args.batch}, sequence {args.seq}, {precision}, CPU"

@@ -118,3 +118,57 @@ def test_dropout_in_attention_is_left_to_pytorch():
         torch.manual_seed(1)
         losses.append(step(m)[0])
     assert torch.equal(*losses)
+
+
+# --- the loss without the logits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chunked_loss(family):
+    plain, model = build(family).train(), build(family).train()
+    report = compress_activations(model, "off", chunked_loss=True)
+    assert report.converted == {"": "chunked_loss"}
+    shifted = torch.nn.functional.pad(IDS[:, 1:], (0, 1), value=-100)
+    for extra in (
+        {},
+        {"num_items_in_batch": torch.tensor(30)},
+        {"shift_labels": shifted},
+        {"attention_mask": MASK},
+    ):
+        results = []
+        for m in (plain, model):
+            m.zero_grad()
+            out = m(input_ids=IDS, labels=IDS, **extra)
+            out.loss.backward()
+            results.append((out.loss, torch.cat([p.grad.flatten() for p in m.parameters()])))
+            assert (out.logits is None) == (m is model)
+        (loss, exact), (got_loss, got) = results
+        torch.testing.assert_close(got_loss, loss)
+        assert (got - exact).norm() < 1e-5 * exact.norm()
+    restore(model)
+    assert type(model) is type(plain)
+
+
+def test_a_chunked_loss_gives_way_where_logits_are_wanted():
+    plain, model = build("llama").train(), build("llama").train()
+    compress_activations(model, "off", chunked_loss=True)
+    for inputs in (
+        {"input_ids": IDS},
+        {"input_ids": IDS, "labels": IDS, "logits_to_keep": 24},
+        {"input_ids": IDS, "labels": IDS, "return_dict": False},
+    ):
+        expected, got = (m(**inputs) for m in (plain, model))
+        for key in range(2 if "labels" in inputs else 1):
+            assert torch.equal(got[key], expected[key])
+    handle = model.lm_head.register_forward_hook(lambda module, args, out: out * 2)
+    assert model(input_ids=IDS, labels=IDS).logits is not None
+    handle.remove()
+    with torch.no_grad():
+        assert model(input_ids=IDS, labels=IDS).logits is not None
+    model.eval()
+    assert model(input_ids=IDS, labels=IDS).logits is not None
+    got = model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(got, plain.eval().generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0))
+    model.train()
+    hidden = model(input_ids=IDS, labels=IDS, output_hidden_states=True)
+    assert hidden.logits is None and len(hidden.hidden_states) == 3

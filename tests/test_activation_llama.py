@@ -497,9 +497,6 @@ def test_another_activation_function_is_reported_and_left():
 def test_what_cannot_be_converted_is_named():
     with pytest.raises(TypeError, match=r"model must be a Llama, .* model of transformers, .*; got Linear"):
         compress_activations(nn.Linear(2, 2))
-    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8, n_positions=8)
-    with pytest.raises(TypeError, match="got GPT2LMHeadModel"):
-        compress_activations(transformers.GPT2LMHeadModel(config))
     model = llama()
     with pytest.raises(
         ValueError, match=r"policy must be one of agoq, paper, lean, off or an ActivationPolicy; got 'thin'"

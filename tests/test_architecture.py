@@ -40,7 +40,7 @@ FOREIGN_HEADERS = {
 # The parts of the Python package and the parts each may import besides itself. A sub-package is one part.
 BASE = {"_version", "errors"}
 TENSORS = {"layout", "ops", "fused_ops", "tensor"}
-AUTOGRAD = TENSORS | {"autograd", "attention", "head", "nn"}
+AUTOGRAD = TENSORS | {"autograd", "autograd_layers", "attention", "head", "nn"}
 COLLECTIVES = TENSORS | {"collectives"}
 MODULES_USED = {
     "_version": set(),
@@ -53,6 +53,7 @@ MODULES_USED = {
     "fused_ops": BASE | {"layout", "ops"},
     "tensor": BASE | {"layout", "ops"},
     "autograd": BASE | TENSORS,
+    "autograd_layers": BASE | TENSORS | {"autograd"},
     "attention": BASE | TENSORS | {"autograd"},
     "head": BASE | TENSORS | {"autograd"},
     "nn": BASE | AUTOGRAD,
@@ -65,7 +66,7 @@ MODULES_USED = {
     "fsdp": BASE | COLLECTIVES,
     "gradients": BASE | COLLECTIVES,
     "diloco": BASE | COLLECTIVES,
-    "plan": BASE | {"activation", "pipeline"},
+    "plan": BASE | {"activation", "head", "pipeline"},
     "info": BASE | {"_native", "layout", "ops"},
     "training": BASE | AUTOGRAD | COLLECTIVES | {"activation", "ddp", "gradients", "diloco", "fsdp", "info"},
     "cli": BASE | {"info", "plan", "training"},

@@ -7,32 +7,42 @@ from ._version import __version__
 from .activation import (
     ActivationPolicy,
     ActivationReport,
+    BlockMap,
     ConversionReport,
     Override,
     TensorFormat,
     activation_report,
+    calibrate,
     compress_activations,
+    compress_saved_tensors,
     restore,
 )
-from .collectives import all_reduce
+from .collectives import ErrorFeedback, TwoLevel, all_gather, all_reduce, reduce_scatter
 from .tensor import QuantizedTensor, dequantize, quantize
 
 __all__ = [
     "ActivationPolicy",
     "ActivationReport",
+    "BlockMap",
     "ConversionReport",
+    "ErrorFeedback",
     "Override",
     "QuantizedTensor",
     "TensorFormat",
+    "TwoLevel",
     "__version__",
     "activation_report",
+    "all_gather",
     "all_reduce",
+    "calibrate",
     "collectives",
     "compress_activations",
+    "compress_saved_tensors",
     "ddp",
     "dequantize",
     "nn",
     "pipeline",
     "quantize",
+    "reduce_scatter",
     "restore",
 ]

@@ -3,63 +3,50 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from .policy import ATTENTION_KINDS, ActivationPolicy, TensorFormat, resolve_policy
+from .blocks import BlockMap, known_blocks
+from .conversion import ConversionReport, full_name, is_exactly, join, swap
+from .convert_blocks import convert_attention, convert_block
+from .policy import ActivationPolicy, resolve_policy
 
-_SUPPORTED = "Llama, Mistral, Qwen2 or Qwen3 model of transformers"
-
-
-@dataclass
-class ConversionReport:
-    """What `compress_activations` changed.
-
-    Attributes:
-        policy: the policy that was applied.
-        converted: kind of saved tensor ("norm_input", ...) by name of the module that now stores it quantized; for
-            attention all its kinds, as "query, key, value".
-        skipped: reason by name of a module that keeps what it kept before, although the policy names its kind.
-    """
-
-    policy: ActivationPolicy
-    converted: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        counts = Counter(self.converted.values())
-        kinds = ", ".join(f"{n} x {kind}" for kind, n in counts.items())
-        lines = [f"stored quantized: {kinds or 'nothing'}"]
-        lines += [f"as before: {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join(lines)
-
-    def stored(self, kind: str, name: str, module: nn.Module) -> TensorFormat | None:
-        """What the policy says of the module's tensor of this kind."""
-        return self.policy.stored(kind, name, type(module).__name__)
+_SUPPORTED = "Llama, Mistral, Qwen2, Qwen3 or GPT-2 model of transformers"
 
 
-def compress_activations(model: nn.Module, policy: str | ActivationPolicy = "agoq") -> ConversionReport:
+def compress_activations(
+    model: nn.Module,
+    policy: str | ActivationPolicy = "agoq",
+    *,
+    blocks: Mapping[type[nn.Module], BlockMap] | None = None,
+    chunked_loss: bool = False,
+) -> ConversionReport:
     """Makes a model keep quantized activations for backward (AGoQ, arXiv 2605.00539), in place.
 
     Forward values, parameters, their names and `state_dict` stay as they are; `generate` and code under
     `torch.no_grad()` run as before. docs/activations.md says what is kept.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 model of transformers, or a module that contains one.
+        model: a Llama, Mistral, Qwen2, Qwen3 or GPT-2 model of transformers, or a module that contains one.
         policy: "agoq", "paper", "lean", "off" or an ActivationPolicy.
+        blocks: for other models, how the modules of each block class read each other.
+        chunked_loss: in training a causal LM that is called with labels computes its loss in blocks of the vocabulary
+            and returns logits=None, for the logits never exist (`nn.functional.linear_cross_entropy`). The loss
+            differs in the order of its sums.
 
     Raises:
-        TypeError: `model` holds no decoder layers of those.
+        TypeError: `model` holds no blocks of those.
         ValueError: the policy is unknown, or the model is converted already.
     """
     policy = resolve_policy("compress_activations", policy)
     families = _families()
-    if not any(_named(model, family.layer) for family in families):
+    maps = {**known_blocks(), **(blocks or {})}
+    if not any(_named(model, cls) for cls in (*(f.layer for f in families), *maps)):
         raise TypeError(
-            f"compress_activations: model must be a {_SUPPORTED}, or contain one; got {type(model).__name__}"
+            f"compress_activations: model must be a {_SUPPORTED}, or contain one, or `blocks` must map its "
+            f"blocks; got {type(model).__name__}"
         )
     if _swapped(model):
         raise ValueError(
@@ -69,14 +56,21 @@ def compress_activations(model: nn.Module, policy: str | ActivationPolicy = "ago
     for family in families:
         for name, layer in _named(model, family.layer).items():
             attention, mlp = layer.self_attn, layer.mlp
-            first, second = _join(name, "input_layernorm"), _join(name, "post_attention_layernorm")
+            first, second = join(name, "input_layernorm"), join(name, "post_attention_layernorm")
             _convert_norm(report, family, first, layer.input_layernorm, attention, _QKV)
-            _convert_attention(report, family, _join(name, "self_attn"), attention)
-            _convert_output(report, _join(name, "self_attn.o_proj"), attention.o_proj)
+            _convert_attention(report, family, join(name, "self_attn"), attention)
+            _convert_output(report, join(name, "self_attn.o_proj"), attention.o_proj)
             _convert_norm(report, family, second, layer.post_attention_layernorm, mlp, _GATE_UP)
-            _convert_mlp(report, family, _join(name, "mlp"), mlp)
+            _convert_mlp(report, family, join(name, "mlp"), mlp)
         for name, body in _named(model, family.body).items():
-            _convert_norm(report, family, _join(name, "norm"), body.norm)
+            _convert_norm(report, family, join(name, "norm"), body.norm)
+        for name, causal in _named(model, family.causal).items() if chunked_loss else ():
+            if is_exactly(report, name, causal, family.causal):
+                swap(causal, _decoder().stand_in(family.causal))
+                report.converted[name] = "chunked_loss"
+    for cls, block_map in maps.items():
+        for name, block in _named(model, cls).items():
+            convert_block(report, name, block, block_map)
     return report
 
 
@@ -119,16 +113,16 @@ def _convert_norm(
     from .swapped import Projection
 
     stored = report.stored("norm_input", name, norm)
-    if stored is None or not _is(report, name, norm, family.norm):
+    if stored is None or not is_exactly(report, name, norm, family.norm):
         return
     others = {n: type(getattr(reader, n)) for n in names if type(getattr(reader, n)) is not nn.Linear}
     if others:
-        found = ", ".join(f"{n} is a {_full_name(cls)}" for n, cls in others.items())
+        found = ", ".join(f"{n} is a {full_name(cls)}" for n, cls in others.items())
         report.skipped[name] = f"its output is kept as well, because {found}"
         reader, names = None, ()
     for n in names:
-        _swap(getattr(reader, n), Projection, agoq_name=n)
-    _swap(
+        swap(getattr(reader, n), Projection, agoq_name=n)
+    swap(
         norm,
         _decoder().stand_in(family.norm),
         agoq_format=stored,
@@ -140,25 +134,11 @@ def _convert_norm(
 
 def _convert_attention(report: ConversionReport, family: Any, name: str, attention: Any) -> None:
     """Stores q, k and v quantized, and the output where its projection stores it too."""
-    formats = [report.stored(kind, name, attention) for kind in ATTENTION_KINDS]
-    if not any(formats) or not _is(report, name, attention, family.attention):
+    if not is_exactly(report, name, attention, family.attention):
         return
-    decoder, config = _decoder(), attention.config
-    before = config._attn_implementation
-    # Layers share a configuration: all but the first find it changed.
-    if before not in ("sdpa", decoder.ATTENTION):
-        report.skipped[name] = f"the attention implementation must be sdpa; it is {before}"
+    stand_in = _decoder().stand_in(family.attention)
+    if not convert_attention(report, name, attention, stand_in, "o_proj"):
         return
-    output = report.stored("attention_output", f"{name}.o_proj", attention.o_proj)
-    config._attn_implementation = decoder.ATTENTION
-    _swap(
-        attention,
-        decoder.stand_in(family.attention),
-        agoq_formats=(*formats, output),
-        agoq_output="o_proj",
-        agoq_implementation="sdpa",
-    )
-    report.converted[name] = ", ".join(k for k, f in zip(ATTENTION_KINDS, formats, strict=True) if f)
     # Qwen3 norms the heads of q and k.
     for part in ("q_norm", "k_norm"):
         if isinstance(getattr(attention, part, None), family.norm):
@@ -169,8 +149,8 @@ def _convert_output(report: ConversionReport, name: str, projection: nn.Module) 
     from .swapped import OutputLinear
 
     stored = report.stored("attention_output", name, projection)
-    if stored is not None and _is(report, name, projection, nn.Linear):
-        _swap(projection, OutputLinear, agoq_format=stored)
+    if stored is not None and is_exactly(report, name, projection, nn.Linear):
+        swap(projection, OutputLinear, agoq_format=stored)
         report.converted[name] = "attention_output"
 
 
@@ -178,14 +158,14 @@ def _convert_mlp(report: ConversionReport, family: Any, name: str, mlp: nn.Modul
     from transformers.activations import ACT2CLS
 
     stored = report.stored("gate_up", name, mlp)
-    if stored is None or not _is(report, name, mlp, family.mlp):
+    if stored is None or not is_exactly(report, name, mlp, family.mlp):
         return
     act_fn: Any = mlp.act_fn
     if not isinstance(act_fn, (nn.SiLU, _class(ACT2CLS["silu"]))):
         report.skipped[name] = f"the activation must be SiLU; it is {type(act_fn).__name__}"
         return
     input_format = report.stored("mlp_input", name, mlp)
-    _swap(mlp, _decoder().stand_in(family.mlp), agoq_format=stored, agoq_input_format=input_format)
+    swap(mlp, _decoder().stand_in(family.mlp), agoq_format=stored, agoq_input_format=input_format)
     report.converted[name] = "gate_up"
 
 
@@ -210,14 +190,6 @@ def _class(entry: Any) -> type:
     return entry[0] if isinstance(entry, tuple) else entry
 
 
-def _join(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def _named(model: nn.Module, cls: type) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, cls)}
 
@@ -226,17 +198,3 @@ def _swapped(model: nn.Module) -> dict[str, Any]:
     """The converted modules by name."""
     swapped = sys.modules.get(f"{__package__}.swapped")
     return {} if swapped is None else _named(model, swapped.Swapped)
-
-
-def _is(report: ConversionReport, name: str, module: nn.Module, cls: type) -> bool:
-    """Whether `module` is exactly a `cls`; otherwise the report says that it is not."""
-    if type(module) is not cls:
-        report.skipped[name] = f"must be a {_full_name(cls)}; it is a {_full_name(type(module))}"
-        return False
-    return True
-
-
-def _swap(module: nn.Module, cls: type[nn.Module], **state: Any) -> None:
-    """Changes the class of `module`. Its state is set around nn.Module, which would register modules."""
-    module.__class__ = cls
-    vars(module).update(state)

@@ -12,6 +12,7 @@ interface, as transformers wrote them:
                         computes it and returns `Attended`.
     output projection   keeps its input quantized, or the codes that attention has.
     MLP                 keeps gate and up quantized; the down projection's input is recomputed.
+    causal LM           with a chunked loss, computes loss and head together, block by block of the vocabulary.
 
 Wherever somebody else has a hand in a module (an adapter in its place, a hook, a patched forward), it gets a tensor as
 it always did and the modules are called one by one: right first, then small. Without gradients everything takes
@@ -29,7 +30,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import sdpa_attention
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import attention as _attention
 from ..attention import Call, Codecs
@@ -37,7 +40,6 @@ from ..nn import functional as agoq
 from .policy import TensorFormat
 from .swapped import (
     Attended,
-    OutputLinear,
     Projected,
     Projection,
     Swapped,
@@ -126,6 +128,46 @@ class Attention(Swapped):
     agoq_output: str
 
 
+class CausalLM(Swapped):
+    """A causal language model whose loss is computed without the logits, in training and with labels."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        this: Any = self
+        if not self._is_chunked(labels, args, kwargs):
+            return super().forward(*args, labels=labels, **kwargs)  # type: ignore[misc]
+        items, target = (kwargs.pop(name, None) for name in ("num_items_in_batch", "shift_labels"))
+        outputs = this.model(*args, **kwargs)
+        if target is None:
+            assert labels is not None
+            target = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        hidden, head = outputs.last_hidden_state, this.lm_head
+        target = target.to(hidden.device).reshape(hidden.shape[:-1])
+        loss = agoq.linear_cross_entropy(
+            hidden, head.weight, target, head.bias, reduction="mean" if items is None else "sum"
+        )
+        if items is not None:
+            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        rest = {k: v for k, v in outputs.items() if k != "last_hidden_state"}
+        return CausalLMOutputWithPast(loss=loss, **rest)
+
+    def _is_chunked(self, labels: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the loss is wanted and nothing that needs the logits, or sees the head, stands in the way."""
+        this: Any = self
+        logits_kept = kwargs.get("logits_to_keep", 0)
+        return (
+            labels is not None
+            and this.training
+            and torch.is_grad_enabled()
+            and len(args) < 5  # labels, too, may be given by position
+            and isinstance(logits_kept, int)
+            and logits_kept == 0
+            and kwargs.get("return_dict") in (None, True)
+            and kwargs.get("ignore_index", -100) == -100
+            and this.loss_function is ForCausalLMLoss
+            and is_linear(this.lm_head)
+        )
+
+
 def _parameters(projections: list[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
     return [p.weight for p in projections], [p.bias for p in projections]
 
@@ -194,7 +236,9 @@ def _attend(
     call = Call(kernel, dropout, is_causal, scaling, repeat)
     out, packed, scales = _attention.attend(query, key, value, mask, call, codecs)
     projection = getattr(module, module.agoq_output)
-    if packed is None or scales is None or not untouched(projection, OutputLinear):
+    if packed is None or scales is None or not untouched(projection):
+        return out
+    if not getattr(type(projection), "takes_attended", False):
         return out
     return Attended(out, packed, scales) if projection.agoq_format == formats[3] else out
 
@@ -218,7 +262,7 @@ class Family:
 
     Attributes:
         layer, body: the decoder layer, and the model that ends in a norm.
-        norm, mlp, attention: what conversion replaces.
+        norm, mlp, attention, causal: what conversion replaces.
     """
 
     layer: type[nn.Module]
@@ -226,6 +270,7 @@ class Family:
     norm: type[nn.Module]
     mlp: type[nn.Module]
     attention: type[nn.Module]
+    causal: type[nn.Module]
 
 
 def families() -> list[Family]:
@@ -234,9 +279,12 @@ def families() -> list[Family]:
     for name, prefix in PREFIXES.items():
         modeling = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
         if modeling is not None:
-            parts = ("DecoderLayer", "Model", "RMSNorm", "MLP", "Attention")
+            parts = ("DecoderLayer", "Model", "RMSNorm", "MLP", "Attention", "ForCausalLM")
             found.append(Family(*(getattr(modeling, prefix + part) for part in parts)))
     return found
+
+
+_MIXINS = {"RMSNorm": Norm, "MLP": MLP, "Attention": Attention, "ForCausalLM": CausalLM}
 
 
 def stand_in(original: type[nn.Module]) -> Any:
@@ -247,7 +295,7 @@ def stand_in(original: type[nn.Module]) -> Any:
 def __getattr__(name: str) -> Any:
     """Makes the stand-in called `name`, e.g. "MistralRMSNorm", the first time that it is asked for."""
     for family, prefix in PREFIXES.items():
-        for suffix, mixin in (("RMSNorm", Norm), ("MLP", MLP), ("Attention", Attention)):
+        for suffix, mixin in _MIXINS.items():
             if name == prefix + suffix:
                 modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
                 original = getattr(modeling, name)

@@ -6,7 +6,7 @@ import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from .. import layout
 from ..autograd import Codec
 from ..nn.functional import DEFAULT_FORMAT, DEFAULT_GROUP_SIZE
 from .names import layer_of
+
+if TYPE_CHECKING:
+    from .calibrate import Calibration
 
 _SCALE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in layout.SCALE_DTYPES}
 # The code that takes so many bits and wastes none of them, for widening (method of AGoQ's DBCA-PP).
@@ -228,6 +231,10 @@ class ActivationPolicy:
                 return override.format
         return getattr(self, kind)
 
+    def fit(self, memory_budget: int, calibration: Calibration) -> ActivationPolicy:
+        """This policy with the calibrated tensors in the widest formats that fit; see `Calibration.fit`."""
+        return calibration.fit(memory_budget, self)
+
     @property
     def min_bits(self) -> int:
         """The fewest bits of any of its formats; 8 where it stores nothing."""
@@ -273,6 +280,8 @@ ATTENTION_KINDS = ("query", "key", "value")
 
 # --- named policies ------------------------------------------------------------------------------------------
 
+# The error of a norm's input reaches every projection behind it, so that it gets the widest codes; gate and up are half
+# of all bytes, so that their width decides the size (docs/activations.md, "Which policy").
 _NF4, _INT5, _INT6 = TensorFormat("nf4"), TensorFormat("int5"), TensorFormat("int6")
 POLICIES = {
     "agoq": ActivationPolicy(
@@ -289,10 +298,10 @@ POLICIES = {
         norm_input=_NF4, attention_output=_NF4, gate_up=_NF4, mlp_input=_NF4, gelu_input=_NF4
     ),
     "lean": ActivationPolicy(
-        norm_input=_INT5,
+        norm_input=_INT6,
         attention_output=_INT5,
         gate_up=_NF4,
-        mlp_input=_INT5,
+        mlp_input=_INT6,
         query=_INT5,
         key=_INT5,
         value=_INT5,

@@ -17,8 +17,8 @@ the output projection, which saves the same storage, then shows nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .names import layer_of, operator_of
+from .tracking import ModuleStack
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def activation_report(model: nn.Module, inputs: Any, *, unit_bytes: int | None =
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=list(devices)))
-        stack.enter_context(recorder.tracking_modules())
+        stack.enter_context(recorder.stack.tracking())
         stack.enter_context(saved_tensors_hooks(recorder.pack, recorder.unpack))
         stack.enter_context(_ParameterCopies(recorder))
         # The graph, and with it all that is kept, lives as long as the outputs do.
@@ -167,8 +167,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.names = {module: name for name, module in model.named_modules()}
-        self.running: list[nn.Module] = []
+        self.stack = ModuleStack(model)
         # Weak references: they keep a storage's identity from being reused, not its memory.
         self.parameters = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         self.copies: set[StorageWeakRef] = set()
@@ -179,8 +178,8 @@ class _Recorder:
         if storage not in self.kept:
             if storage not in self.parameters:
                 self._look_again()
-            module = self.names[self.running[-1]] if self.running else ""
-            operator = operator_of(module, self.running[-1] if self.running else None)
+            module = self.stack.name
+            operator = operator_of(module, self.stack.module)
             self.kept[storage] = SavedTensor(
                 module,
                 operator,
@@ -192,37 +191,13 @@ class _Recorder:
 
     def _look_again(self) -> None:
         """Adds the parameters that the running module and its siblings hold now: sharding replaces them in forward."""
-        around = self.running[-2] if len(self.running) > 1 else self.model
+        running = self.stack.running
+        around = running[-2] if len(running) > 1 else self.model
         self.parameters |= {_storage(t) for t in around.parameters()}
 
     @staticmethod
     def unpack(x: Tensor) -> Tensor:
         return x
-
-    @contextmanager
-    def tracking_modules(self) -> Iterator[None]:
-        """Keeps `running` the stack of the model's modules whose forward is running.
-
-        Global hooks, because hooks on the modules themselves would tell converted modules to stay apart.
-        """
-
-        def enter(module: nn.Module, args: Any) -> None:
-            if module in self.names:
-                self.running.append(module)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self.running and self.running[-1] is module:
-                self.running.pop()
-
-        handles = (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def report(self) -> ActivationReport:
         report = ActivationReport()

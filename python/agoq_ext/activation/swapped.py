@@ -50,8 +50,21 @@ class Attended:
     def reshape(self, *shape: int) -> Attended:
         return Attended(self.out.reshape(*shape), self.packed, self.scales)
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.out.shape
+
     def contiguous(self) -> Attended:
         return self
+
+
+@dataclass(frozen=True)
+class Activated:
+    """What an activation hands to the linear layer behind it: its input, and how that is kept."""
+
+    x: Tensor
+    function: str
+    format: TensorFormat
 
 
 class Projection(Swapped, nn.Linear):
@@ -79,6 +92,7 @@ class OutputLinear(Swapped, nn.Linear):
 
     original = nn.Linear
     agoq_format: TensorFormat
+    takes_attended = True
 
     def forward(self, input: Any) -> Tensor:
         if not isinstance(input, Attended):
@@ -98,7 +112,7 @@ def untouched(module: nn.Module, *classes: type[nn.Module]) -> bool:
         return False
     if "_is_replica" in module.__dict__:  # a copy by nn.DataParallel, whose reader is on another device
         return False
-    return not (_patched(module) or module._forward_hooks or _sees_input(module))
+    return not (patched(module) or sees_arguments(module))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -106,14 +120,15 @@ def is_linear(module: nn.Module) -> bool:
     return untouched(module, nn.Linear, Projection)
 
 
-def _patched(module: nn.Module) -> bool:
+def patched(module: nn.Module) -> bool:
     """Whether `module` has a forward of its own. Who patches one and takes it back may leave the class's own there."""
     forward = module.__dict__.get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
-def _sees_input(module: nn.Module) -> bool:
-    return bool(module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+def sees_arguments(module: nn.Module) -> bool:
+    """Whether a hook of `module` gets to see what it is called with."""
+    return bool(_is_hooked(module) or module._forward_hooks)
 
 
 def sees_input(reader: nn.Module) -> bool:
@@ -123,4 +138,8 @@ def sees_input(reader: nn.Module) -> bool:
     """
     by_keyword = type(reader).__name__.endswith("Attention")
     observers = reader._forward_hooks_with_kwargs if by_keyword else reader._forward_hooks
-    return _patched(reader) or _sees_input(reader) or bool(observers)
+    return patched(reader) or _is_hooked(reader) or bool(observers)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)

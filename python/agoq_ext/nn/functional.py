@@ -26,15 +26,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import attention as _attention
-from .. import autograd, layout
+from .. import autograd
 from ..attention import Call, Codecs
 from ..autograd import NOTHING, Codec
 from ..head import LinearCrossEntropy
+from .checks import check_gate_up, check_norm, check_projections, codec_of, needs_grad
+from .layers import (
+    DEFAULT_FORMAT,
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_SCALE_DTYPE,
+    activation_linear,
+    layer_norm,
+    layer_norm_linear,
+)
 
-DEFAULT_FORMAT = "nf4"
 DEFAULT_ATTENTION_FORMAT = "int8"  # 4-bit q and k spoil the gradient (docs/activations.md)
-DEFAULT_GROUP_SIZE = 64
-DEFAULT_SCALE_DTYPE = torch.bfloat16
+
+__all__ = [
+    "DEFAULT_ATTENTION_FORMAT",
+    "DEFAULT_FORMAT",
+    "DEFAULT_GROUP_SIZE",
+    "DEFAULT_SCALE_DTYPE",
+    "activation_linear",
+    "attention",
+    "attention_linear",
+    "layer_norm",
+    "layer_norm_linear",
+    "linear",
+    "linear_cross_entropy",
+    "multi_linear",
+    "rms_norm",
+    "rms_norm_linear",
+    "swiglu",
+    "swiglu_linear",
+]
 
 
 # --- operators -----------------------------------------------------------------------------------------------
@@ -79,9 +104,9 @@ def multi_linear(
     Returns:
         For each weight [..., out_i].
     """
-    biases = _check_projections("linear", x, weights, biases)
-    codec = _codec("linear", format, group_size, scale_dtype, x=x)
-    if codec is None or not _needs_grad(x, *weights, *biases):
+    biases = check_projections("linear", x, weights, biases)
+    codec = codec_of("linear", format, group_size, scale_dtype, x=x)
+    if codec is None or not needs_grad(x, *weights, *biases):
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     return autograd.Projections.apply(
         x, None, *NOTHING, 0.0, codec, autograd.autocast_dtype(x), len(weights), *weights, *biases
@@ -107,9 +132,9 @@ def rms_norm(
     Returns:
         [..., cols], the dtype that `weight` and `x` promote to.
     """
-    _check_norm("rms_norm", x, weight)
-    codec = _codec("rms_norm", format, group_size, scale_dtype, x=x)
-    if codec is None or not _needs_grad(x, weight):
+    check_norm("rms_norm", x, weight)
+    codec = codec_of("rms_norm", format, group_size, scale_dtype, x=x)
+    if codec is None or not needs_grad(x, weight):
         return _plain_rms_norm(x, weight, eps)
     return autograd.RMSNorm.apply(x, weight, eps, codec)
 
@@ -134,10 +159,10 @@ def rms_norm_linear(
     Returns:
         For each weight [..., out_i].
     """
-    _check_norm("rms_norm_linear", x, norm_weight, "norm_weight")
-    biases = _check_projections("rms_norm_linear", x, weights, biases)
-    codec = _codec("rms_norm_linear", format, group_size, scale_dtype, x=x)
-    if codec is None or not _needs_grad(x, norm_weight, *weights, *biases):
+    check_norm("rms_norm_linear", x, norm_weight, "norm_weight")
+    biases = check_projections("rms_norm_linear", x, weights, biases)
+    codec = codec_of("rms_norm_linear", format, group_size, scale_dtype, x=x)
+    if codec is None or not needs_grad(x, norm_weight, *weights, *biases):
         normed = _plain_rms_norm(x, norm_weight, eps)
         return tuple(F.linear(normed, w, b) for w, b in zip(weights, biases, strict=True))
     return autograd.Projections.apply(
@@ -161,9 +186,9 @@ def swiglu(
     Returns:
         [..., cols], the dtype that `gate` and `up` promote to.
     """
-    _check_gate_up("swiglu", gate, up)
-    codec = _codec("swiglu", format, group_size, scale_dtype, gate=gate, up=up)
-    if codec is None or not _needs_grad(gate, up):
+    check_gate_up("swiglu", gate, up)
+    codec = codec_of("swiglu", format, group_size, scale_dtype, gate=gate, up=up)
+    if codec is None or not needs_grad(gate, up):
         return F.silu(gate) * up
     return autograd.SwiGLU.apply(gate, up, codec)
 
@@ -187,10 +212,10 @@ def swiglu_linear(
     Returns:
         [..., out].
     """
-    _check_gate_up("swiglu_linear", gate, up)
-    _check_projections("swiglu_linear", gate, [weight], [bias])
-    codec = _codec("swiglu_linear", format, group_size, scale_dtype, gate=gate, up=up)
-    if codec is None or not _needs_grad(gate, up, weight, bias):
+    check_gate_up("swiglu_linear", gate, up)
+    check_projections("swiglu_linear", gate, [weight], [bias])
+    codec = codec_of("swiglu_linear", format, group_size, scale_dtype, gate=gate, up=up)
+    if codec is None or not needs_grad(gate, up, weight, bias):
         return F.linear(F.silu(gate) * up, weight, bias)
     return autograd.SwiGLULinear.apply(gate, up, weight, bias, codec, autograd.autocast_dtype(gate))
 
@@ -222,9 +247,9 @@ def attention(
     Returns:
         [batch, heads, length, head_dim].
     """
-    codec = _codec("attention", format, group_size, scale_dtype, query=query, key=key, value=value)
+    codec = codec_of("attention", format, group_size, scale_dtype, query=query, key=key, value=value)
     attended = None
-    if codec is not None and _needs_grad(query, key, value):
+    if codec is not None and needs_grad(query, key, value):
         attended = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, codec)
     if attended is None:
         return F.scaled_dot_product_attention(
@@ -258,9 +283,9 @@ def attention_linear(
     Returns:
         [batch, length, out].
     """
-    codec = _codec("attention_linear", format, group_size, scale_dtype, query=query, key=key, value=value)
+    codec = codec_of("attention_linear", format, group_size, scale_dtype, query=query, key=key, value=value)
     attended = None
-    if codec is not None and _needs_grad(query, key, value):
+    if codec is not None and needs_grad(query, key, value):
         attended = _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, codec)
     if attended is None or codec is None:
         out = F.scaled_dot_product_attention(
@@ -270,7 +295,7 @@ def attention_linear(
         return linear(merged, weight, bias, format=format, group_size=group_size, scale_dtype=scale_dtype)
     heads, packed, scales = attended
     x = heads.flatten(2)
-    _check_projections("attention_linear", x, [weight], [bias])
+    check_projections("attention_linear", x, [weight], [bias])
     return autograd.Projections.apply(
         x, None, packed, scales, 0.0, codec, autograd.autocast_dtype(x), 1, weight, bias
     )[0]
@@ -323,14 +348,14 @@ def linear_cross_entropy(
         FP32 scalar; [...] for "none".
     """
     op = "linear_cross_entropy"
-    _check_projections(op, x, [weight], [bias])
+    check_projections(op, x, [weight], [bias])
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}")
     if tuple(target.shape) != tuple(x.shape[:-1]) or target.dtype != torch.int64:
         raise ValueError(
             f"{op}: target must be int64 {tuple(x.shape[:-1])}; got {target.dtype} {tuple(target.shape)}"
         )
-    codec = _codec(op, format, group_size, scale_dtype, x=x)
+    codec = codec_of(op, format, group_size, scale_dtype, x=x)
     dtype = autograd.autocast_dtype(x)
     rows = (x if dtype is None else x.to(dtype)).reshape(-1, x.shape[-1])
     losses = LinearCrossEntropy.apply(rows, weight, bias, target.reshape(-1), ignore_index, codec)
@@ -346,66 +371,3 @@ def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     hidden = x.to(torch.float32)
     hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
     return weight * hidden.to(x.dtype)
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-# --- checks --------------------------------------------------------------------------------------------------
-
-
-def _codec(
-    op: str, format: str | None, group_size: int, scale_dtype: torch.dtype, **inputs: Tensor
-) -> Codec | None:
-    """The checked codec; None for `format=None`."""
-    if format is None:
-        return None
-    layout.check_format(op, format)
-    layout.check_group_size(op, group_size)
-    layout.check_scale_dtype(op, scale_dtype)
-    for name, x in inputs.items():
-        layout.check_float_dtype(op, x.dtype, argument=f"{name}'s dtype")
-    return Codec(format, group_size, scale_dtype)
-
-
-def _check_tensor(op: str, argument: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(x).__name__}")
-    if x.dim() == 0:
-        raise ValueError(f"{op}: {argument} must have at least one dimension; got a scalar")
-
-
-def _check_norm(op: str, x: Tensor, weight: Tensor, argument: str = "weight") -> None:
-    _check_tensor(op, "x", x)
-    _check_tensor(op, argument, weight)
-    if tuple(weight.shape) != tuple(x.shape[-1:]):
-        raise ValueError(f"{op}: {argument} must have shape {tuple(x.shape[-1:])}; got {tuple(weight.shape)}")
-
-
-def _check_gate_up(op: str, gate: Tensor, up: Tensor) -> None:
-    _check_tensor(op, "gate", gate)
-    _check_tensor(op, "up", up)
-    if gate.shape != up.shape:
-        raise ValueError(f"{op}: up must have gate's shape {tuple(gate.shape)}; got {tuple(up.shape)}")
-
-
-def _check_projections(
-    op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
-) -> list[Tensor | None]:
-    """The biases as a list, one for each weight."""
-    _check_tensor(op, "x", x)
-    if len(weights) == 0:
-        raise ValueError(f"{op}: weights must hold at least one weight; got none")
-    biases = [None] * len(weights) if biases is None else list(biases)
-    if len(biases) != len(weights):
-        raise ValueError(
-            f"{op}: biases must hold one entry for each of {len(weights)} weights; got {len(biases)}"
-        )
-    for weight, bias in zip(weights, biases, strict=True):
-        _check_tensor(op, "weight", weight)
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(f"{op}: weight must have shape [out, {x.shape[-1]}]; got {tuple(weight.shape)}")
-        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-            raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},); got {tuple(bias.shape)}")
-    return biases

@@ -50,6 +50,9 @@ def add_plan_parser(subparsers: Any) -> None:
         "--rounding", choices=("down", "nearest"), default="down", help="of a stage's width; default: down"
     )
     parser.add_argument("--memory-budget", type=_bytes, metavar="BYTES", help="of one device, e.g. 80GiB")
+    parser.add_argument(
+        "--chunked-loss", action="store_true", help="compute the loss in blocks of the vocabulary"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run_plan)
 
@@ -68,7 +71,7 @@ def collect(
     """Everything that is printed, as plain values."""
 
     def plan(policy: ActivationPolicy, batch: int) -> MemoryPlan:
-        return plan_memory(shape, batch, args.seq, policy, args.precision, args.optimizer)
+        return plan_memory(shape, batch, args.seq, policy, args.precision, args.optimizer, args.chunked_loss)
 
     plans = {name: plan(policy, args.batch) for name, policy in policies.items()}
     facts: dict[str, Any] = {
@@ -79,6 +82,7 @@ def collect(
         "seq": args.seq,
         "precision": args.precision,
         "optimizer": args.optimizer,
+        "chunked_loss": args.chunked_loss,
         "unit_bytes": args.batch * args.seq * shape.hidden * 2,
         "paper_units": paper_units(shape),
         "policies": {
@@ -105,6 +109,7 @@ def collect(
                 args.precision,
                 args.optimizer,
                 args.rounding,
+                args.chunked_loss,
             )
             facts["policies"][name]["ranks"] = [{**asdict(r), "total": r.total} for r in ranks]
     return facts

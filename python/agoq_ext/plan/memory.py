@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..activation.policy import ActivationPolicy
 from ..errors import UserError
+from ..head import block_rows
 from ..pipeline import FORMULAS, stage_bits, stored_microbatches
 from .operators import layer_bytes, outside_bytes
 from .shapes import ModelShape
@@ -29,7 +30,8 @@ class MemoryPlan:
         layer: by operator, of one layer; the second, or the only one.
         activations: by operator, of the whole model.
         weights, gradients, optimizer: of the parameters.
-        logits: in BF16 and their FP32 copy; the log-softmax that is kept is in `activations`, under "loss".
+        logits: in BF16 and their FP32 copy; the log-softmax that is kept is in `activations`, under "loss". With the
+            chunked loss what exists of them at a time.
         unit_bytes: U = batch x seq x hidden x 2.
     """
 
@@ -57,6 +59,7 @@ def plan_memory(
     policy: ActivationPolicy,
     precision: str = "bf16",
     optimizer: str = "adamw",
+    chunked_loss: bool = False,
 ) -> MemoryPlan:
     """What one device keeps that trains the whole model.
 
@@ -64,11 +67,12 @@ def plan_memory(
         batch, seq: sequences of one step, and tokens of each.
         precision: "bf16" for a BF16 model, "autocast" for FP32 parameters under BF16 autocast.
         optimizer: "adamw", "sgd" (with momentum) or "none".
+        chunked_loss: as in `compress_activations`.
     """
     activations: Counter[str] = Counter()
     for index in range(shape.layers):
         activations.update(layer_bytes(shape, batch, seq, policy, index, precision))
-    activations.update(outside_bytes(shape, batch, seq, policy, precision))
+    activations.update(outside_bytes(shape, batch, seq, policy, precision, chunked_loss))
     weights = shape.parameters * _parameter_bytes(precision)
     return MemoryPlan(
         layer=layer_bytes(shape, batch, seq, policy, min(1, shape.layers - 1), precision),
@@ -76,7 +80,7 @@ def plan_memory(
         weights=weights,
         gradients=weights,
         optimizer=OPTIMIZERS[optimizer] * weights,
-        logits=batch * seq * shape.vocabulary * (_BF16 + _FP32),
+        logits=_logits(batch * seq, shape, chunked_loss),
         unit_bytes=batch * seq * shape.hidden * _BF16,
     )
 
@@ -145,6 +149,7 @@ def plan_pipeline(
     precision: str = "bf16",
     optimizer: str = "adamw",
     rounding: str = "down",
+    chunked_loss: bool = False,
 ) -> list[PipelinePlan]:
     """What each rank of a pipeline keeps, with the widths that `pipeline.compress_stages` would choose.
 
@@ -177,7 +182,7 @@ def plan_pipeline(
         chunk = sum(
             sum(layer_bytes(shape, batch, seq, widened, i, precision).values()) for i in range(per_chunk)
         )
-        outside = outside_bytes(shape, batch, seq, widened, precision)
+        outside = outside_bytes(shape, batch, seq, widened, precision, chunked_loss)
         activations = stored[rank] * (chunk + outside["rotary tables"])
         parameters = chunks * per_chunk * shape.layer_parameters
         logits = 0
@@ -186,9 +191,9 @@ def plan_pipeline(
             parameters += shape.embedding_parameters
         if rank == stages - 1:
             heads = microbatches if schedule.lower() == "gpipe" else 1
-            activations += heads * sum(outside[part] for part in ("norm", "head", "loss"))
+            activations += heads * sum(outside.get(part, 0) for part in ("norm", "head", "loss"))
             parameters += shape.embedding_parameters + shape.hidden
-            logits = batch * seq * shape.vocabulary * (_BF16 + _FP32)
+            logits = _logits(batch * seq, shape, chunked_loss)
         weights = parameters * size
         plans.append(
             PipelinePlan(
@@ -201,6 +206,13 @@ def plan_pipeline(
             )
         )
     return plans
+
+
+def _logits(tokens: int, shape: ModelShape, chunked_loss: bool) -> int:
+    """The logits in BF16 and FP32, or of one block of the vocabulary the FP32 logits and their gradient."""
+    if not chunked_loss:
+        return tokens * shape.vocabulary * (_BF16 + _FP32)
+    return 2 * tokens * block_rows(tokens, shape.vocabulary) * _FP32
 
 
 def _parameter_bytes(precision: str) -> int:

@@ -95,7 +95,12 @@ def layer_bytes(
 
 
 def outside_bytes(
-    shape: ModelShape, batch: int, seq: int, policy: ActivationPolicy, precision: str = "bf16"
+    shape: ModelShape,
+    batch: int,
+    seq: int,
+    policy: ActivationPolicy,
+    precision: str = "bf16",
+    chunked_loss: bool = False,
 ) -> dict[str, int]:
     """Bytes by operator that a causal LM with labels keeps outside its layers.
 
@@ -105,13 +110,18 @@ def outside_bytes(
     tokens = batch * seq
     norm = policy.stored("norm_input", "model.norm", f"{prefix}RMSNorm")
     table = _BF16 if precision == "bf16" else _FP32
+    if chunked_loss:
+        # The head's input, label and log-sum-exp of each token, and how many labels count.
+        last = {"loss": tokens * (shape.hidden * _BF16 + _INT64 + _FP32) + _INT64}
+    else:
+        # The head's input; the log-softmax in FP32, the labels, and the mean's weight.
+        loss = tokens * (shape.vocabulary * _FP32 + _INT64) + _FP32
+        last = {"head": tokens * shape.hidden * _BF16, "loss": loss}
     return {
         "embedding": tokens * _INT64,
         "rotary tables": 2 * seq * shape.head_dim * table,
         "norm": _norm(norm, tokens, shape.hidden, precision),
-        "head": tokens * shape.hidden * _BF16,
-        # The log-softmax in FP32, the labels, and the mean's weight.
-        "loss": tokens * (shape.vocabulary * _FP32 + _INT64) + _FP32,
+        **last,
     }
 
 
