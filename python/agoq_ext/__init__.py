@@ -18,6 +18,7 @@ from .activation import (
     restore,
 )
 from .collectives import ErrorFeedback, TwoLevel, all_gather, all_reduce, reduce_scatter
+from .diloco import StreamingDiLoCo
 from .tensor import QuantizedTensor, dequantize, quantize
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "ErrorFeedback",
     "Override",
     "QuantizedTensor",
+    "StreamingDiLoCo",
     "TensorFormat",
     "TwoLevel",
     "__version__",

@@ -38,11 +38,15 @@ def default_outer_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One exchange as this replica saw it: when it began and ended (time.monotonic, seconds), and bytes sent."""
+    """One exchange as this replica saw it: when it began and ended (time.monotonic, seconds), and bytes sent.
+
+    `warmup`: of gradients, in the warm-up.
+    """
 
     began: float
     ended: float
     sent: int
+    warmup: bool = False
 
 
 @dataclass
@@ -313,7 +317,7 @@ class StreamingDiLoCo:
         began, before = time.monotonic(), self._channel.bytes_sent
         collectives.all_reduce(gradients, "avg", self._group, format="float32")
         ended, sent = time.monotonic(), self._channel.bytes_sent - before
-        self._transfers.append(Transfer(began, ended, sent))
+        self._transfers.append(Transfer(began, ended, sent, warmup=True))
         self.blocked_seconds += ended - began
         self.warmup_bytes += sent
         self._averaged = True
@@ -355,11 +359,11 @@ class StreamingDiLoCo:
         return list(self._transfers)
 
     def peak_bandwidth(self, window: float = 1.0) -> float:
-        """The most bytes a second that this replica has sent over any `window` seconds.
+        """The most bytes a second that this replica has sent over any `window` seconds after the warm-up.
 
         An exchange's bytes count as spread evenly over its duration.
         """
-        transfers = self.transfers
+        transfers = [t for t in self.transfers if not t.warmup]
         edges = [t.began for t in transfers] + [t.ended - window for t in transfers]
         return max((_sent_within(transfers, edge, edge + window) / window for edge in edges), default=0.0)
 
@@ -379,6 +383,7 @@ class StreamingDiLoCo:
             "warmup_bytes": self.warmup_bytes,
             "bytes_sent": self.bytes_sent,
             "start_up_bytes": self.start_up_bytes,
+            "blocked_seconds": self.blocked_seconds,
             "fragments": [fragment.state() for fragment in self.fragments],
         }
         return {f"rank{self._rank()}": Saved(content)}
@@ -399,7 +404,7 @@ class StreamingDiLoCo:
         for fragment, part in zip(self.fragments, parts, strict=True):
             fragment.load(part, self._exchange_device(fragment))
         self._step, self._interrupted = saved.content["step"], saved.content["interrupted"]
-        for name in ("warmup_bytes", "bytes_sent", "start_up_bytes"):
+        for name in ("warmup_bytes", "bytes_sent", "start_up_bytes", "blocked_seconds"):
             setattr(self, name, saved.content[name])
         self._loaded = True
 
