@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agoq_ext.cli import main
 from agoq_ext.diloco import cli
 from agoq_ext.diloco.simulate import (
     GRID,
@@ -124,3 +125,8 @@ def test_plan_refuses() -> None:
     with pytest.raises(UserError, match="--plot: cannot write"):
         plan("--parameters", "1e8", "--layers", "2", "--step-time", "0.1", "--plot", "/nowhere/a.png")
     assert cli.is_asked(["plan", "--diloco"]) and not cli.is_asked(["plan", "--model", "x"])
+
+
+def test_the_command_offers_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--diloco", "--paper"]) == 0
+    assert "data parallel" in capsys.readouterr().out

@@ -24,20 +24,24 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_USER_ERROR, f"agoq: error: {message} (see {self.prog} --help)\n")
 
 
-def build_parser(*, training: bool = True) -> argparse.ArgumentParser:
-    """The parser of the whole command; without `training` that of `agoq info` alone, quick to make."""
+def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of `arguments`: where they start with "info" that of `agoq info` alone, quick to make."""
     parser = _Parser(prog="agoq", description="Training with 4-bit activations and 8-bit gradients.")
     parser.add_argument("--version", action="version", version=f"agoq {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     info_parser = subparsers.add_parser("info", help="versions, CPU instruction set, CUDA library, formats")
     info_parser.add_argument("--json", action="store_true", help="print JSON")
     info_parser.set_defaults(func=_run_info)
-    if training:
+    if arguments[:1] != ["info"]:
+        from .diloco import cli as diloco_cli
         from .plan import cli as plan_cli
-
-        plan_cli.add_plan_parser(subparsers)
         from .training import cli as training_cli
 
+        if diloco_cli.is_asked(arguments):
+            plan_parser = subparsers.add_parser("plan", help="the bandwidth that replicas of a model need")
+            diloco_cli.add_arguments(plan_parser)
+        else:
+            plan_cli.add_plan_parser(subparsers)
         training_cli.add_train_parser(subparsers)
         training_cli.add_demo_parser(subparsers)
     return parser
@@ -55,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 2 for what the user can correct, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        parser = build_parser(training=arguments[:1] != ["info"])
-        args = parser.parse_args(arguments)
+        args = build_parser(arguments).parse_args(arguments)
         status = int(args.func(args))
         sys.stdout.flush()
         return status

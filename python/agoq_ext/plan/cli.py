@@ -19,7 +19,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DESCRIPTION = (
     "Bytes that training keeps, before anything runs. The columns with a star are AGoQ's own count "
-    "(arXiv 2605.00539), in U = batch x sequence x hidden x 2 bytes; the others are what agoq_ext keeps, to the byte."
+    "(arXiv 2605.00539), in U = batch x sequence x hidden x 2 bytes; the others are what agoq_ext keeps, to the byte. "
+    "`agoq plan --diloco --help`: the bandwidth that replicas need."
 )
 
 

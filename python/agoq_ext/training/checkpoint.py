@@ -34,6 +34,8 @@ class Checkpoint:
         recent_losses: training losses of the last steps, oldest first.
         wire_bytes: bytes sent by all ranks together so far.
         train_seconds: time spent in steps so far.
+        replicas: with --diloco, each rank's own parameters, optimizer and synchronization (`model` holds the outer
+            parameters); else None.
     """
 
     step: int
@@ -45,6 +47,7 @@ class Checkpoint:
     recent_losses: list[float]
     wire_bytes: int
     train_seconds: float
+    replicas: list[dict[str, Any]] | None = None
 
     def save(self, folder: Path) -> Path:
         """Writes `folder`/checkpoint.pt; whatever happens meanwhile, that path holds the old or the new one."""

@@ -78,7 +78,24 @@ def add_train_parser(subparsers: Any) -> None:
         help="continue from FILE, or from the checkpoint in --out",
     )
     add("--overwrite", action="store_true", help="start anew where --out already holds a checkpoint")
+    _add_diloco(parser)
     parser.set_defaults(func=run_train)
+
+
+def _add_diloco(parser: argparse.ArgumentParser) -> None:
+    """The options of replicas that synchronize rarely."""
+    add = parser.add_argument_group(
+        "streaming DiLoCo", "every rank is a replica; outer gradients are exchanged instead of gradients"
+    ).add_argument
+    add(
+        "--diloco", type=int, metavar="H", help="steps between two exchanges of a fragment [0: data parallel]"
+    )
+    add("--replicas", type=int, metavar="M", help="local processes; another name for --ranks")
+    add("--fragments", type=int, metavar="N", help="1: the whole model [0: three layers each, strided]")
+    add("--overlap", type=int, metavar="TAU", help=_default("steps an exchange may take", "overlap"))
+    add("--format", choices=configs.OUTER_FORMATS, help=_default("of outer gradients", "format"))
+    add("--warmup", type=int, metavar="N", help=_default("data-parallel steps first", "warmup"))
+    add("--outer-lr", type=float, metavar="RATE", help=_default("of the outer optimizer", "outer_lr"))
 
 
 def add_demo_parser(subparsers: Any) -> None:
@@ -108,6 +125,9 @@ def run_train(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name not in ("command", "func")}
     resume = given.pop("resume", None)
     overwrite = given.pop("overwrite", False)
+    replicas = given.pop("replicas", None)
+    if replicas is not None and given.setdefault("ranks", replicas) != replicas:
+        raise UserError(f"--replicas and --ranks are one number; got {replicas} and {given['ranks']}")
     if "data" in given:
         given["data"] = tuple(given["data"])
     if "model" in given:

@@ -11,9 +11,10 @@ from typing import Any
 
 from ..errors import UserError
 
-ACTIVATIONS = ("none", "agoq", "paper")
+ACTIVATIONS = ("none", "agoq", "paper", "lean")
 GRADIENTS = ("fp32", "bf16", "int8", "int4")
 PRECISIONS = ("bf16", "fp32")
+OUTER_FORMATS = ("fp4_e3m0", "int4", "int8", "bfloat16", "float32")
 VOCABULARY = 256
 
 # The keys are those of transformers' LlamaConfig, as in a JSON file given to --model.
@@ -73,6 +74,12 @@ class TrainConfig:
     save_every: int = 100
     log_every: int = 10
     threads: int = 0
+    diloco: int = 0
+    fragments: int = 0
+    overlap: int = 0
+    warmup: int = 0
+    format: str = "fp4_e3m0"
+    outer_lr: float = 0.4
 
     def __post_init__(self) -> None:
         _check_choice("--activations", self.activations, ACTIVATIONS)
@@ -83,10 +90,13 @@ class TrainConfig:
         _check_range("--ranks", self.ranks, 1, max(16, cpus), f" (this machine has {cpus} CPU cores)")
         for name in ("steps", "batch", "seq", "accumulate", "eval_windows", "log_every"):
             _check_range(f"--{name.replace('_', '-')}", getattr(self, name), 1, None)
-        for name in ("save_every", "eval_every", "threads"):
+        _check_choice("--format", self.format, OUTER_FORMATS)
+        for name in ("save_every", "eval_every", "threads", "diloco", "fragments", "overlap", "warmup"):
             _check_range(f"--{name.replace('_', '-')}", getattr(self, name), 0, None)
         _check_range("--seed", self.seed, 0, 2**31 - 1)
-        for name in ("lr", "weight_decay"):
+        if self.diloco and self.overlap >= self.diloco:
+            raise UserError(f"--overlap must be less than --diloco, {self.diloco}; got {self.overlap}")
+        for name in ("lr", "weight_decay", "outer_lr"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"--{name.replace('_', '-')} must be a number of at least 0; got {value}")

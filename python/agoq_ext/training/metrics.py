@@ -18,9 +18,9 @@ FILE_NAME = "metrics.jsonl"
 class Metrics:
     """Appends one JSON object a step to metrics.jsonl and prints a line every `log_every` steps.
 
-    Records of a step: step, train_loss (mean over ranks, nats a byte), lr, gradient_norm (before clipping), seconds,
-    rss_bytes (largest of the ranks), wire_bytes (sent by all ranks together since the run began). Records of a
-    validation: step, val_loss.
+    Records of a step: step, train_loss (mean over ranks, nats a byte), lr, gradient_norm (before clipping), seconds (of
+    the steps since the last record: replicas record some steps only), rss_bytes (largest of the ranks), wire_bytes
+    (sent by all ranks together since the run began). Records of a validation: step, val_loss.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, first_step: int, history: Path | None) -> None:
@@ -35,6 +35,7 @@ class Metrics:
         self._file = open(path, "a", encoding="utf-8", buffering=1)
         self._seconds = 0.0
         self._steps = 0
+        self._logged = first_step
 
     def start(self, corpus: Corpus, model: nn.Module, products: str) -> None:
         """Prints what is about to run."""
@@ -46,7 +47,7 @@ class Metrics:
         )
         print(
             f"{config.ranks} ranks x {config.threads_per_rank} threads; a step takes {config.sequences_per_step} x "
-            f"{config.seq} bytes; activations {config.activations}, gradients {config.gradients}, {config.precision}"
+            f"{config.seq} bytes; activations {config.activations}, {_exchanged(config)}, {config.precision}"
         )
         if config.precision == "bf16":
             print(f"products: {products}")
@@ -57,7 +58,7 @@ class Metrics:
         """Records one step; see the class for what it takes."""
         self._write({"step": step, **values})
         self._seconds += values["seconds"]
-        self._steps += 1
+        self._steps = step - self._logged
         if step % self.config.log_every == 0 or step == self.config.steps:
             tokens = self._steps * self.config.sequences_per_step * self.config.seq
             print(
@@ -66,7 +67,7 @@ class Metrics:
                 f"sent {megabytes(values['wire_bytes'])}",
                 flush=True,
             )
-            self._seconds, self._steps = 0.0, 0
+            self._seconds, self._steps, self._logged = 0.0, 0, step
 
     def validation(self, step: int, loss: float) -> None:
         """Records a validation loss, in nats a byte."""
@@ -75,6 +76,15 @@ class Metrics:
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
+
+
+def _exchanged(config: TrainConfig) -> str:
+    if not config.diloco:
+        return f"gradients {config.gradients}"
+    return (
+        f"outer gradients every {config.diloco} steps in {config.format}, overlap {config.overlap}, "
+        f"{config.warmup} steps of warm-up"
+    )
 
 
 def megabytes(count: float) -> str:

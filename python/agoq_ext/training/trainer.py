@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .data import Corpus, load_corpus
 from .gradients import GradientExchange
 from .metrics import Metrics
 from .model import autocast, build_model, learning_rate, loss_inputs, make_optimizer
+from .replicas import ReplicaExchange
 from .signals import StopRequest
 from .world import World
 
@@ -63,17 +65,26 @@ class Trainer:
                 checkpoint.load_model(self.model, loaded.model, resume)
         self.products = bf16_products.enable() if config.precision == "bf16" else "FP32"
         self.optimizer = make_optimizer(self.model.parameters(), config)
-        self.exchange = GradientExchange(self.model, config.gradients)
+        self.exchange = self._make_exchange()
         torch.manual_seed(config.seed + world.rank)  # dropout, where a configuration has it, differs by rank
         self.step = 0
         self.wire_bytes = 0
         self._written = 0  # by this rank within steps, before their closing exchange
         self._cpu_seconds = 0.0
         self.train_seconds = 0.0
+        self._unmetered = 0.0  # seconds of steps since the last one that metrics record
         self.recent_losses: deque[float] = deque(maxlen=max(1, config.steps // 20))
         if loaded is not None:
             self._restore(loaded)
         self.first_step = self.step
+
+    def _make_exchange(self) -> GradientExchange | ReplicaExchange:
+        if not self.config.diloco:
+            return GradientExchange(self.model, self.config.gradients)
+        try:
+            return ReplicaExchange(self.model, self.optimizer, self.config)
+        except ValueError as error:  # more fragments than layers, say: alike on all ranks
+            raise UserError(str(error)) from error
 
     def _check(self, loaded: checkpoint.Checkpoint, path: Path) -> None:
         if loaded.data_digest != self.corpus.digest:
@@ -87,7 +98,11 @@ class Trainer:
             )
 
     def _restore(self, loaded: checkpoint.Checkpoint) -> None:
-        self.optimizer.load_state_dict(loaded.optimizer)
+        if isinstance(self.exchange, ReplicaExchange) and loaded.replicas is not None:
+            rank = self.world.rank
+            self.exchange.restore(loaded.replicas[rank], self.optimizer, rank)
+        else:
+            self.optimizer.load_state_dict(loaded.optimizer)
         self.step = loaded.step
         self.wire_bytes = loaded.wire_bytes
         self.train_seconds = loaded.train_seconds
@@ -158,6 +173,9 @@ class Trainer:
             loss += part.item()
         norm = self.exchange.step(self.optimizer, MAX_GRADIENT_NORM)
         self._written += process.written_bytes() - written
+        if not self._meeting(self.step + 1):
+            self._account(began, cpu_began)
+            return 0
         rows = self.world.gather([loss, stop.signal, self.exchange.take_count(), process.resident_bytes()])
         loss, signal = rows[:, 0].mean().item(), int(rows[:, 1].max())
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -165,11 +183,9 @@ class Trainer:
                 f"step {self.step + 1}: the loss is {loss}, the gradient's norm {norm}: training has diverged; try a "
                 "smaller --lr"
             )
-        seconds = time.perf_counter() - began
-        self._cpu_seconds += time.process_time() - cpu_began
-        self.step += 1
+        self._account(began, cpu_began)
+        seconds, self._unmetered = self._unmetered, 0.0
         self.wire_bytes += int(rows[:, 2].sum())
-        self.train_seconds += seconds
         self.recent_losses.append(loss)
         if metrics:
             metrics.step(
@@ -183,6 +199,20 @@ class Trainer:
             )
         return signal
 
+    def _meeting(self, step: int) -> bool:
+        """Whether the ranks tell each other of step `step` (1-based): every step, but replicas meet rarely."""
+        config = self.config
+        every = [config.log_every, config.save_every, config.eval_every]
+        return not config.diloco or step == config.steps or any(n and step % n == 0 for n in every)
+
+    def _account(self, began: float, cpu_began: float) -> None:
+        """Counts a step that is done."""
+        seconds = time.perf_counter() - began
+        self._cpu_seconds += time.process_time() - cpu_began
+        self.step += 1
+        self.train_seconds += seconds
+        self._unmetered += seconds
+
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Mean cross-entropy in nats a byte over the fixed validation windows, the same on every rank."""
@@ -190,31 +220,44 @@ class Trainer:
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64)
         batches = self.corpus.validation_batches(config.seq, config.eval_windows, config.batch)
-        for index, (inputs, targets) in enumerate(batches):
-            if index % world.size == world.rank:
-                with autocast(config.precision):
-                    loss = self.model(**loss_inputs(inputs, targets)).loss
-                total += torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64)
+        with self._evaluated_parameters():
+            for index, (inputs, targets) in enumerate(batches):
+                if index % world.size == world.rank:
+                    with autocast(config.precision):
+                        loss = self.model(**loss_inputs(inputs, targets)).loss
+                    total += torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64)
         self.model.train()
         summed = world.gather(total.tolist()).sum(dim=0)
         return (summed[0] / summed[1]).item()
 
+    def _evaluated_parameters(self) -> AbstractContextManager[None]:
+        """Puts the parameters in place that all ranks share."""
+        exchange = self.exchange
+        return exchange.diloco.outer_parameters() if isinstance(exchange, ReplicaExchange) else nullcontext()
+
     def save(self) -> None:
         """Writes the checkpoint (rank 0; a collective call)."""
         states = self.world.gather_objects(torch.get_rng_state())
+        replicas = None
+        if isinstance(self.exchange, ReplicaExchange):
+            own = self.exchange.state(self.optimizer, self.world.rank)
+            replicas = self.world.gather_objects(own)
         if not self.world.first:
             return
+        with self._evaluated_parameters():
+            model = {name: value.clone() for name, value in self.model.state_dict().items()}
         try:
             checkpoint.Checkpoint(
                 step=self.step,
                 config=self.config.to_dict(),
                 data_digest=self.corpus.digest,
-                model=self.model.state_dict(),
+                model=model,
                 optimizer=self.optimizer.state_dict(),
                 random_states=states,
                 recent_losses=list(self.recent_losses),
                 wire_bytes=self.wire_bytes,
                 train_seconds=self.train_seconds,
+                replicas=replicas,
             ).save(self.folder)
         except OSError as error:
             raise UserError(f"--out: cannot write a checkpoint to {self.folder}: {error.strerror}") from error
@@ -250,6 +293,8 @@ class Trainer:
             "data_digest": self.corpus.digest,
             "config": config.to_dict(),
         }
+        if isinstance(self.exchange, ReplicaExchange):
+            summary["diloco"] = self.exchange.report(self.world, self.train_seconds)
         if self.world.first:
             text = json.dumps(summary, indent=2) + "\n"
             checkpoint.write_atomically(self.folder / SUMMARY_NAME, lambda file: file.write(text.encode()))
