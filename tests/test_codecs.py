@@ -370,14 +370,14 @@ def test_a_changed_saved_tensor_is_noticed() -> None:
 
 
 def test_every_op_is_checked() -> None:
-    """The fused ops, all named after their stage, are checked in test_fused_ops.py."""
+    """The fused ops, all named after their stage, are checked in test_fused_ops.py; the head's in test_head.py."""
     registered = {
         schema.name.removeprefix("agoq::")
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("agoq::") and not schema.name.startswith("agoq::_test")
     }
     fused = {name for name in registered if name.endswith(("_quantize", "_dequantize", "_backward"))}
-    assert registered - fused == {name for name, _ in op_samples()} | {"cpu_isa"}
+    assert registered - fused - {"linear_cross_entropy"} == {name for name, _ in op_samples()} | {"cpu_isa"}
 
 
 @pytest.mark.parametrize("dynamic", (False, True))

@@ -182,6 +182,7 @@ def check_trajectory(rank: int, world: int) -> dict[str, Any]:
         diloco.step()
         if step % 5 == 0:
             sums.append([p.double().abs().sum().item() for p in outer_values(model, diloco)])
+    diloco.state_dict()  # waits for what is in flight, which counts when it is done
     return {"losses": losses, "outer": sums, "transfers": len(diloco.transfers)}
 
 
