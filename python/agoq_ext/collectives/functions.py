@@ -59,7 +59,7 @@ class _Call:
             raise ValueError(f"{name}: tensors must be on one device; got {', '.join(devices)}")
         self.min_numel = min_numel
         if isinstance(seed, Tensor):
-            seed = seed.clone()  # read when the call is issued: its owner may change it before the exchange ends
+            seed = seed.clone()  # its owner may change it before the exchange ends
         self.seed = None if not tensors else ops.seed_tensor(name, codec.rounding, seed, tensors[0].device)
         self.inner_codec: Codec | None = None
         self.groups: Sequence[dist.ProcessGroup]
