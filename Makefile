@@ -22,7 +22,7 @@ NATIVE_FILES := CMakeLists.txt $(shell find src -type f)
 FORMATTED := $(shell find src tests/emulator -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench cuda cuda-report clean
+.PHONY: help demo test test-slow lint format bench cuda cuda-report clean
 .DELETE_ON_ERROR:
 # Two jobs in one build directory would disturb each other; Ninja runs the compilers in parallel.
 .NOTPARALLEL:
@@ -30,6 +30,7 @@ FORMATTED := $(shell find src tests/emulator -name '*.h' -o -name '*.cuh' -o -na
 help:
 	@echo 'make demo    train the demonstration twice, uncompressed and compressed, and compare (6 minutes)'
 	@echo 'make test    run the tests'
+	@echo 'make test-slow  run the tests that take long: every combination of the emulated kernels, for one'
 	@echo 'make lint    ruff, mypy, clang-format'
 	@echo 'make format  reformat Python and native code'
 	@echo 'make bench   run the benchmarks'
@@ -43,6 +44,9 @@ demo: $(STAMPS)/package-demo $(STAMPS)/native
 # One OpenMP thread: the tests' tensors are small, and several processes share the machine.
 test: $(STAMPS)/package-test $(STAMPS)/native
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -m "not slow" -n $(WORKERS) tests $(PYTEST_ARGS)
+
+test-slow: $(STAMPS)/package-test $(STAMPS)/native
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -m slow -n $(WORKERS) tests $(PYTEST_ARGS)
 
 lint: $(STAMPS)/package-dev $(STAMPS)/native
 	$(PY) -m ruff check .

@@ -7,6 +7,8 @@ rounds to a narrower dtype, so do the native ops.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -215,11 +217,21 @@ def swiglu_backward(
 # --- GELU ----------------------------------------------------------------------------------------------------
 
 
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """x Phi(x), computed in FP64, in x's dtype. (What F.gelu makes of infinities differs between processors.)"""
+    v = x.double()
+    if approximate == "tanh":
+        right = torch.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v.pow(3)))
+    else:
+        right = torch.erf(v * math.sqrt(0.5))
+    return (0.5 * v * (1 + right)).to(x.dtype)
+
+
 def gelu_quantize(
     x: Tensor, approximate: str, format: str, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gelu(x), packed x, scales)."""
-    return F.gelu(_rows(x), approximate=approximate), *_encode(x, format, group_size, scale_dtype)
+    return gelu(_rows(x), approximate), *_encode(x, format, group_size, scale_dtype)
 
 
 def gelu_dequantize(
@@ -233,7 +245,7 @@ def gelu_dequantize(
 ) -> Tensor:
     """gelu(x) from packed x, an x of `dtype`."""
     x = reference.dequantize(packed, scales, cols, format, group_size, dtype)
-    return F.gelu(x, approximate=approximate)
+    return gelu(x, approximate)
 
 
 def gelu_backward(
@@ -250,4 +262,4 @@ def gelu_backward(
     dy = _rows(dy)
     x = reference.dequantize(packed, scales, dy.shape[1], format, group_size, dtype)
     dx = torch.ops.aten.gelu_backward(dy.float(), x.float(), approximate=approximate).to(dtype)
-    return dx, F.gelu(x, approximate=approximate) if need_y else None
+    return dx, gelu(x, approximate) if need_y else None
