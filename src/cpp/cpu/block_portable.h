@@ -105,15 +105,25 @@ struct ExtremesSoFar {
   }
 };
 
-// The largest magnitude of whole blocks of bfloat16.
-AGOQ_HD float bfloat_magnitude(const char* elements, int blocks) {
-  const uint16_t* p = reinterpret_cast<const uint16_t*>(elements);
-  uint16_t magnitude = 0;
-  for (int i = 0; i < blocks * kBlock; ++i) {
-    const uint16_t m = p[i] & 0x7FFF;
-    magnitude = m > magnitude ? m : magnitude;
+// The extremes of whole blocks of bfloat16, as ExtremesSoFar finds them, on patterns as 16-bit integers.
+template <bool Range>
+AGOQ_HD Extremes bfloat_extremes(const char* elements, int blocks) {
+  const int16_t* p = reinterpret_cast<const int16_t*>(elements);
+  if constexpr (!Range) {
+    int16_t magnitude = 0;
+    for (int i = 0; i < blocks * kBlock; ++i) {
+      const int16_t m = p[i] & 0x7FFF;
+      magnitude = m > magnitude ? m : magnitude;
+    }
+    return {bfloat_to_float(static_cast<uint16_t>(magnitude)), 0.0f, 0.0f};
+  } else {
+    int16_t low = INT16_MAX, high = INT16_MIN;
+    for (int i = 0; i < blocks * kBlock; ++i) {
+      const int16_t key = static_cast<int16_t>(p[i] ^ ((p[i] >> 15) & 0x7FFF));
+      low = key < low ? key : low, high = key > high ? key : high;
+    }
+    return range_of_keys(low, high);
   }
-  return bfloat_to_float(magnitude);
 }
 
 // --- codes ---------------------------------------------------------------------------------------------------

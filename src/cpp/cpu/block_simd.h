@@ -9,6 +9,9 @@ struct Values {
 struct Codes {
   __m256i bytes;
 };
+struct Nibbles { // codes of four bits, two a byte
+  __m128i bytes;
+};
 
 // --- elements ------------------------------------------------------------------------------------------------
 
@@ -139,20 +142,34 @@ struct ExtremesSoFar {
   }
 };
 
-// The largest magnitude of whole blocks of bfloat16 (patterns order like magnitudes, NaN above Inf).
-AGOQ_HD float bfloat_magnitude(const char* elements, int blocks) {
-  const __m256i* p = reinterpret_cast<const __m256i*>(elements);
-  const __m256i no_sign = _mm256_set1_epi16(0x7FFF);
-  __m256i m0 = _mm256_setzero_si256(), m1 = m0;
-  for (int b = 0; b < blocks; ++b, p += 2) {
-    m0 = _mm256_max_epi16(m0, _mm256_and_si256(_mm256_loadu_si256(p), no_sign));
-    m1 = _mm256_max_epi16(m1, _mm256_and_si256(_mm256_loadu_si256(p + 1), no_sign));
-  }
-  m0 = _mm256_max_epi16(m0, m1);
-  const __m128i m = _mm_max_epi16(_mm256_castsi256_si128(m0), _mm256_extracti128_si256(m0, 1));
+// The largest of eight unsigned words.
+AGOQ_HD uint16_t largest_word(__m128i m) {
   // There is a minimum across lanes only: of the complements.
-  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi16(-1)));
-  return bfloat_to_float(static_cast<uint16_t>(~_mm_extract_epi16(least, 0)));
+  return static_cast<uint16_t>(~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi16(-1))), 0));
+}
+
+// The extremes of whole blocks of bfloat16, as ExtremesSoFar finds them, on patterns as 16-bit integers.
+template <bool Range>
+AGOQ_HD Extremes bfloat_extremes(const char* elements, int blocks) {
+  if constexpr (!Range) {
+    Words m[kWordVecs] = {};
+    for (int b = 0; b < blocks; ++b, elements += 2 * kBlock)
+#pragma GCC unroll 2
+      for (int i = 0; i < kWordVecs; ++i)
+        m[i] = larger_words(m[i], without_signs(load_words(elements + i * sizeof(Words))));
+    return {bfloat_to_float(largest_word(largest_eight(larger_words(m[0], m[kWordVecs - 1])))), 0.0f, 0.0f};
+  } else {
+    Words low = splat_word(INT16_MAX), high = splat_word(INT16_MIN);
+    for (int i = 0; i < blocks * kWordVecs; ++i) {
+      const Words keys = ordered_keys(load_words(elements + i * sizeof(Words)));
+      low = smaller_words(low, keys), high = larger_words(high, keys);
+    }
+    // Keys with the sign bit flipped order as unsigned words.
+    const __m128i sign = _mm_set1_epi16(INT16_MIN);
+    const int least = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(smallest_eight(low), sign)), 0) ^ 0x8000;
+    const int most = largest_word(_mm_xor_si128(largest_eight(high), sign)) ^ 0x8000;
+    return range_of_keys(static_cast<int16_t>(least), static_cast<int16_t>(most));
+  }
 }
 
 // --- codes ---------------------------------------------------------------------------------------------------
@@ -167,21 +184,30 @@ AGOQ_HD Codes first_codes(Codes codes, int count, uint8_t rest) {
   return {_mm256_blendv_epi8(same_codes(rest).bytes, codes.bytes, keep)};
 }
 
+// Bit B of each code in its plane, a bit a code.
 template <int B>
 AGOQ_HD void store_bit_plane(Codes codes, uint8_t* plane) {
-  const int word = _mm256_movemask_epi8(_mm256_slli_epi16(codes.bytes, 7 - B));
+  const uint32_t word = bits_of_bytes<B>(codes.bytes);
   std::memcpy(plane, &word, 4);
 }
-// Bit B of each code from its plane.
 template <int B>
 AGOQ_HD __m256i load_bit_plane(const uint8_t* plane) {
-  int32_t word;
+  uint32_t word;
   std::memcpy(&word, plane, 4);
-  const __m256i spread =
-      _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
-  const __m256i chosen = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), spread), bit);
-  return _mm256_and_si256(_mm256_cmpeq_epi8(chosen, bit), _mm256_set1_epi8(1 << B));
+  return bytes_of_bits<B>(word);
+}
+
+AGOQ_HD Nibbles low_nibbles(Codes codes) {
+  // Each pair of bytes (a, b) as the word a + 16 b.
+  const __m256i pairs = _mm256_maddubs_epi16(codes.bytes, _mm256_set1_epi16(0x1001));
+  return {_mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1))};
+}
+AGOQ_HD Codes codes_of(Nibbles nibbles) {
+  const __m256i words = _mm256_cvtepu8_epi16(nibbles.bytes);
+  return {_mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 4)), _mm256_set1_epi8(15))};
+}
+AGOQ_HD Codes first_codes(Nibbles nibbles, int count, uint8_t rest) {
+  return first_codes(codes_of(nibbles), count, rest);
 }
 
 // 32 stored patterns into the row's planes.
@@ -192,23 +218,31 @@ AGOQ_HD void pack(Codes codes, uint8_t* row, int64_t block, int64_t padded) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + at.low), codes.bytes);
     return;
   }
-  __m256i nibbles = codes.bytes;
-  if constexpr (Bits > 4) nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
-  // Each pair of bytes (a, b) as the word a + 16 b.
-  const __m256i pairs = _mm256_maddubs_epi16(nibbles, _mm256_set1_epi16(0x1001));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(row + at.low),
-                   _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+  const Codes low = Bits == 4 ? codes : Codes{_mm256_and_si256(codes.bytes, _mm256_set1_epi8(15))};
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(row + at.low), low_nibbles(low).bytes);
   if constexpr (Bits >= 5) store_bit_plane<4>(codes, row + at.bit4);
   if constexpr (Bits >= 6) store_bit_plane<5>(codes, row + at.bit5);
 }
-
 template <int Bits>
-AGOQ_HD Codes unpack(const uint8_t* row, int64_t block, int64_t padded) {
+AGOQ_HD void pack(Nibbles nibbles, uint8_t* row, int64_t block, int64_t padded) {
+  static_assert(Bits == 4);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(row + block_offsets<Bits>(block, padded).low), nibbles.bytes);
+}
+
+// Codes, of four bits Nibbles.
+template <int Bits>
+AGOQ_HD auto unpack(const uint8_t* row, int64_t block, int64_t padded) {
   const BlockOffsets at = block_offsets<Bits>(block, padded);
-  if constexpr (Bits == 8) return load_codes(row + at.low);
-  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + at.low)));
-  __m256i codes = _mm256_and_si256(_mm256_or_si256(words, _mm256_slli_epi16(words, 4)), _mm256_set1_epi8(15));
-  if constexpr (Bits >= 5) codes = _mm256_or_si256(codes, load_bit_plane<4>(row + at.bit4));
-  if constexpr (Bits >= 6) codes = _mm256_or_si256(codes, load_bit_plane<5>(row + at.bit5));
-  return {codes};
+  if constexpr (Bits == 8) {
+    return load_codes(row + at.low);
+  } else {
+    const Nibbles low = {_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + at.low))};
+    if constexpr (Bits == 4) {
+      return low;
+    } else {
+      __m256i codes = _mm256_or_si256(codes_of(low).bytes, load_bit_plane<4>(row + at.bit4));
+      if constexpr (Bits >= 6) codes = _mm256_or_si256(codes, load_bit_plane<5>(row + at.bit5));
+      return Codes{codes};
+    }
+  }
 }

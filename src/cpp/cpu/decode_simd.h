@@ -99,9 +99,13 @@ struct GroupDecoder<F> {
     scaled_code_values<F, true>(scale, min, limit, values);
     table = make_table(values);
   }
-  AGOQ_HD Values operator()(Codes codes) const {
+  AGOQ_HD Values operator()(Nibbles nibbles) const {
     Values x;
-    lookup16(table, out_of_order(codes.bytes), x.v);
+#if defined(__AVX512F__)
+    lookup_nibbles(table, nibbles.bytes, x.v);
+#else
+    lookup16(table, out_of_order(codes_of(nibbles).bytes), x.v);
+#endif
     return x;
   }
 };
@@ -112,7 +116,7 @@ struct ElementDecoder {
   GroupDecoder<F> decoded;
 
   AGOQ_HD ElementDecoder(float scale, float min) : decoded(scale, min, max_finite(D)) {}
-  AGOQ_HD Elements<D> operator()(Codes codes) const { return to_elements<D>(decoded(codes)); }
+  AGOQ_HD Elements<D> operator()(auto codes) const { return to_elements<D>(decoded(codes)); }
 };
 
 // Sixteen values are narrowed once too; their patterns are looked up byte by byte.
@@ -130,8 +134,9 @@ struct ElementDecoder<F, D> {
     low = _mm256_permute4x64_epi64(bytes, 0x88);
     high = _mm256_permute4x64_epi64(bytes, 0xDD);
   }
-  AGOQ_HD Elements<D> operator()(Codes codes) const {
-    const __m256i index = _mm256_permute4x64_epi64(codes.bytes, 0xD8); // unpacking works in halves of 128 bits
+  AGOQ_HD Elements<D> operator()(Nibbles nibbles) const {
+    const __m256i index =
+        _mm256_permute4x64_epi64(codes_of(nibbles).bytes, 0xD8); // unpacking works in halves of 128 bits
     const __m256i a = _mm256_shuffle_epi8(low, index), b = _mm256_shuffle_epi8(high, index);
     return {{_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)}};
   }

@@ -50,8 +50,8 @@ void load_run(const Dense& x, const Run& run, Tile& tile) {
       pad_with_first<std::conditional_t<From == DType::float32, float, uint16_t>>(copy, size);
       elements = copy;
     }
-    if constexpr (From == DType::bfloat16 && To == From && !Range) {
-      tile.set(i, elements, {bfloat_magnitude(elements, blocks), 0.0f, 0.0f});
+    if constexpr (From == DType::bfloat16 && To == From) {
+      tile.set(i, elements, bfloat_extremes<Range>(elements, blocks));
     } else {
       ExtremesSoFar<Range> so_far;
       for (int b = 0; b < blocks; ++b) {

@@ -101,75 +101,6 @@ AGOQ_HD Ints power_nearest(Ints bits) {
   return max_of(code, sub(splat_int(0), is_zero_or_minus_one));
 }
 
-// A search among fifteen ascending thresholds in (-1, 1), for nf4. The integer nearest to 16 t, one of 33 cells, leaves
-// one threshold in question. `below` counts those below the cell, by its low four bits: for cells from 0 and for cells
-// below 0.
-struct Cells {
-  alignas(32) uint8_t below_from_0[32], below_under_0[32]; // each table twice, for both halves of a register
-  alignas(64) float threshold[16];                         // times 16, in the order of Table16
-};
-struct Thresholds {
-  float of[15];
-
-  // Whether each cell holds one at most. Cell 16 is looked up as 15: both must lie above all.
-  constexpr bool suit_cells() const {
-    for (int cell = -16; cell <= 16; ++cell) {
-      int inside = 0;
-      for (float t : of) {
-        const float distance = t * 16 - static_cast<float>(cell);
-        inside += distance >= -0.5f && distance <= 0.5f ? 1 : 0;
-      }
-      if (inside > (cell < 15 ? 1 : 0)) return false;
-    }
-    return true;
-  }
-};
-template <Thresholds (*Make)()>
-constexpr Cells make_cells() {
-  constexpr Thresholds T = Make();
-  static_assert(T.suit_cells());
-  Cells cells{};
-  for (int cell = -16; cell < 16; ++cell) {
-    uint8_t below = 0;
-    for (float t : T.of) below += t * 16 < static_cast<float>(cell) - 0.5f ? 1 : 0;
-    uint8_t* table = cell < 0 ? cells.below_under_0 : cells.below_from_0;
-    table[cell & 15] = table[(cell & 15) + 16] = below;
-  }
-  for (int i = 0; i < 16; ++i) cells.threshold[i] = kTableOrder[i] < 15 ? T.of[kTableOrder[i]] * 16 : kFloatMax;
-  return cells;
-}
-
-// How many of Make()'s thresholds lie below t, given 16 t; out of order.
-template <Thresholds (*Make)()>
-AGOQ_HD __m256i count_below(const Values& t) {
-  static constexpr Cells cells = make_cells<Make>();
-  const auto table = [](const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); };
-  Floats thresholds[kTableVecs];
-#pragma GCC unroll 2
-  for (int i = 0; i < kTableVecs; ++i) thresholds[i] = load(cells.threshold + i * kLanes);
-  Ints wide[kVecs];
-#pragma GCC unroll 8
-  for (int i = 0; i < kVecs; ++i) wide[i] = round_to_ints(t.v[i]);
-  const __m256i cell = _mm256_min_epi8(pack_to_bytes(wide), _mm256_set1_epi8(15));
-  // A byte shuffle gives 0 where the index is negative, so each table answers for its own cells.
-  const __m256i from_0 = _mm256_shuffle_epi8(table(cells.below_from_0), cell);
-  const __m256i under_0 =
-      _mm256_shuffle_epi8(table(cells.below_under_0), _mm256_xor_si256(cell, _mm256_set1_epi8(-128)));
-  const __m256i below = _mm256_or_si256(from_0, under_0);
-  Floats threshold[kVecs];
-  lookup16(make_table(thresholds), below, threshold);
-#pragma GCC unroll 8
-  for (int i = 0; i < kVecs; ++i) wide[i] = greater(t.v[i], threshold[i]);
-  return _mm256_sub_epi8(below, pack_to_bytes(wide));
-}
-
-constexpr Thresholds nf4_nearest_thresholds() {
-  constexpr auto book = codebook<Format::nf4>();
-  Thresholds t{};
-  for (int i = 0; i < 15; ++i) t.of[i] = book.threshold[i];
-  return t;
-}
-
 // Elements in the order that is cheapest to load, in which they are encoded: BF16 is widened with one operation where
 // it lies, which parts even elements from odd ones.
 template <DType D>
@@ -189,48 +120,68 @@ AGOQ_HD Values load_to_encode(const char* block) {
   }
 }
 template <DType D>
-AGOQ_HD Codes codes_in_order(__m256i packed) {
-  return {D == DType::bfloat16 ? pairs_in_order(packed) : in_order(packed)};
+AGOQ_HD __m256i pack_in_order(const Ints (&v)[kVecs]) {
+  return D == DType::bfloat16 ? pack_pairs_to_bytes(v) : in_order(pack_to_bytes(v));
 }
 
-// Of what load_to_encode<D> gives; `quotients` maps values to quotients.
+// What nearest rounding makes of quotients: integers, or the magnitude patterns of small floats.
+template <Format F>
+AGOQ_HD void round_quotients(const Values& t, Ints (&wide)[kVecs]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) {
+    if constexpr (FormatTraits<F>::is_int || F == Format::uint4)
+      wide[i] = round_to_ints(t.v[i]);
+    else if constexpr (F == Format::fp4_e2m1)
+      wide[i] = small_float_nearest<1, 1>(bits_of(t.v[i]));
+    else if constexpr (F == Format::fp4_e3m0)
+      wide[i] = power_nearest(bits_of(t.v[i]));
+    else
+      wide[i] = small_float_nearest<SmallFloat<F>::mantissa, SmallFloat<F>::bias>(bits_of(t.v[i]));
+  }
+}
+
+// The codes of rounded quotients of x.
+template <Format F, DType D>
+AGOQ_HD Codes codes_of_rounded(const Ints (&wide)[kVecs], const Values& x) {
+  __m256i bytes = pack_in_order<D>(wide);
+  if constexpr (F == Format::uint4) {
+    bytes = _mm256_min_epu8(bytes, _mm256_set1_epi8(15)); // cancellation in the scale may leave t above 15
+  } else if constexpr (FormatTraits<F>::is_int && F != Format::int8) {
+    bytes = _mm256_add_epi8(bytes, same_codes(FormatTraits<F>::zero_code).bytes);
+  } else if constexpr (!FormatTraits<F>::is_int) {
+    // The sign of x is that of the quotient, even of one that underflows.
+    Ints signs[kVecs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kVecs; ++i) signs[i] = all_of_sign(bits_of(x.v[i]));
+    __m256i sign = _mm256_and_si256(pack_in_order<D>(signs), _mm256_set1_epi8(FormatTraits<F>::bits == 4 ? 8 : -128));
+    if constexpr (F == Format::fp4_e3m0) // no minus zero
+      sign = _mm256_andnot_si256(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()), sign);
+    bytes = _mm256_or_si256(bytes, sign);
+  }
+  return {bytes};
+}
+#if defined(__AVX512F__)
+// The same in pairs: one register of bytes less.
+template <Format F, DType D>
+  requires(D == DType::bfloat16 && (F == Format::int4 || F == Format::uint4))
+AGOQ_HD Nibbles codes_of_rounded(const Ints (&wide)[kVecs], const Values&) {
+  const auto code = [](Ints w) {
+    return F == Format::uint4 ? min_of(w, splat_int(15)) : add(w, splat_int(FormatTraits<F>::zero_code));
+  };
+  return {join_nibbles(code(wide[0]), code(wide[1]))};
+}
+#endif
+
+// Of what load_to_encode<D> gives; `quotients` maps values to quotients. Gives Codes or Nibbles.
 template <Format F, DType D, class MakeQuotients>
-AGOQ_HD Codes encode_nearest_block(const Values& x, const MakeQuotients& quotients) {
+AGOQ_HD auto encode_nearest_block(const Values& x, const MakeQuotients& quotients) {
   const Values t = quotients(x);
   if constexpr (F == Format::nf4) {
-    return codes_in_order<D>(count_below<nf4_nearest_thresholds>(t));
+    const __m256i packed = count_below<nf4_nearest_thresholds>(t);
+    return Codes{D == DType::bfloat16 ? pairs_in_order(packed) : in_order(packed)};
   } else {
     Ints wide[kVecs];
-#pragma GCC unroll 8
-    for (int i = 0; i < kVecs; ++i) {
-      if constexpr (FormatTraits<F>::is_int || F == Format::uint4)
-        wide[i] = round_to_ints(t.v[i]);
-      else if constexpr (F == Format::fp4_e2m1)
-        wide[i] = small_float_nearest<1, 1>(bits_of(t.v[i]));
-      else if constexpr (F == Format::fp4_e3m0)
-        wide[i] = power_nearest(bits_of(t.v[i]));
-      else
-        wide[i] = small_float_nearest<SmallFloat<F>::mantissa, SmallFloat<F>::bias>(bits_of(t.v[i]));
-    }
-    __m256i bytes = pack_to_bytes(wide);
-    if constexpr (F == Format::uint4) {
-      bytes = _mm256_min_epu8(bytes, _mm256_set1_epi8(15)); // cancellation in the scale may leave t above 15
-    } else if constexpr (FormatTraits<F>::is_int && F != Format::int8) {
-      bytes = _mm256_add_epi8(bytes, same_codes(FormatTraits<F>::zero_code).bytes);
-    } else if constexpr (!FormatTraits<F>::is_int) {
-      // The sign of x is that of the quotient, even of one that underflows; packing saturates and so keeps it.
-      Ints signs[kVecs];
-#pragma GCC unroll 8
-      for (int i = 0; i < kVecs; ++i) signs[i] = bits_of(x.v[i]);
-      __m256i sign = pack_to_bytes(signs);
-      if constexpr (FormatTraits<F>::bits == 4)
-        sign = _mm256_and_si256(_mm256_cmpgt_epi8(_mm256_setzero_si256(), sign), _mm256_set1_epi8(8));
-      else
-        sign = _mm256_and_si256(sign, _mm256_set1_epi8(-128));
-      if constexpr (F == Format::fp4_e3m0) // no minus zero
-        sign = _mm256_andnot_si256(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()), sign);
-      bytes = _mm256_or_si256(bytes, sign);
-    }
-    return codes_in_order<D>(bytes);
+    round_quotients<F>(t, wide);
+    return codes_of_rounded<F, D>(wide, x);
   }
 }

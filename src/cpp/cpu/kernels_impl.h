@@ -27,6 +27,15 @@ struct Extremes {
   float low, high;
 };
 
+// From the extremes among keys of bfloat16, patterns with the lower 15 bits flipped below zero, which order like
+// values. NaNs lie beyond the infinities, so a magnitude that is not finite is that of an extreme.
+AGOQ_HD Extremes range_of_keys(int16_t low, int16_t high) {
+  const auto pattern = [](int16_t key) { return static_cast<uint16_t>(key ^ ((key >> 15) & 0x7FFF)); };
+  const int a = pattern(low) & 0x7FFF, b = pattern(high) & 0x7FFF;
+  return {bfloat_to_float(static_cast<uint16_t>(a > b ? a : b)), bfloat_to_float(pattern(low)),
+          bfloat_to_float(pattern(high))};
+}
+
 // What values are divided by: the stored scale, after subtracting min. An ordinary scale may be divided by through its
 // inverse (encode_simd.h).
 struct Divisor {
@@ -53,8 +62,13 @@ AGOQ_HD void prefetch(const void* p, int64_t ahead) {
 #if defined(__AVX2__)
 #include "block_simd.h"
 #include "decode_simd.h"
+#include "search.h"
+#if defined(__AVX512F__)
+#include "search_avx512.h"
+#else
+#include "search_avx2.h"
+#endif
 #include "encode_simd.h"
-#include "pattern_search.h"
 #include "stochastic_portable.h"
 #include "stochastic_simd.h"
 #else

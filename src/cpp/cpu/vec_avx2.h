@@ -50,6 +50,9 @@ AGOQ_HD Ints shift_right(Ints a) {
   return _mm256_srli_epi32(a, N);
 } // zeros come in
 
+// All ones where the sign bit is set.
+AGOQ_HD Ints all_of_sign(Ints a) { return _mm256_srai_epi32(a, 31); }
+
 AGOQ_HD Ints load_ints(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 AGOQ_HD Ints bits_of(Floats a) { return _mm256_castps_si256(a); }
 AGOQ_HD Floats floats_of(Ints a) { return _mm256_castsi256_ps(a); }
@@ -73,8 +76,27 @@ AGOQ_HD bool has_nan(const Floats (&v)[kVecs]) {
 }
 AGOQ_HD Floats choose(Ints condition, Floats yes, Floats no) { return _mm256_blendv_ps(no, yes, floats_of(condition)); }
 
+// --- 16-bit lanes --------------------------------------------------------------------------------------------
+
+using Words = __m256i;
+inline constexpr int kWordVecs = 2; // of a block
+AGOQ_HD Words load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+AGOQ_HD Words splat_word(int16_t x) { return _mm256_set1_epi16(x); }
+AGOQ_HD Words smaller_words(Words a, Words b) { return _mm256_min_epi16(a, b); }
+AGOQ_HD Words larger_words(Words a, Words b) { return _mm256_max_epi16(a, b); }
+AGOQ_HD Words without_signs(Words a) { return _mm256_and_si256(a, splat_word(0x7FFF)); }
+// Patterns of floats with the bits below the sign flipped in negative ones: as integers they order like the floats.
+AGOQ_HD Words ordered_keys(Words a) { return _mm256_xor_si256(a, _mm256_srli_epi16(_mm256_srai_epi16(a, 15), 1)); }
+
 // --- across lanes --------------------------------------------------------------------------------------------
 
+// Eight words that the extreme is among.
+AGOQ_HD __m128i smallest_eight(Words a) {
+  return _mm_min_epi16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+}
+AGOQ_HD __m128i largest_eight(Words a) {
+  return _mm_max_epi16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+}
 AGOQ_HD int32_t largest(Ints a) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
@@ -111,7 +133,7 @@ AGOQ_HD void transpose_quadruples(Ints (&w)[4]) {
 AGOQ_HD __m256i in_order(__m256i packed) {
   return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
-// The same where v[0] and v[2] hold even elements and v[1] and v[3] the odd ones after them.
+// The same where v[0] and v[2] held even elements and v[1] and v[3] the odd ones after them.
 AGOQ_HD __m256i pairs_in_order(__m256i packed) {
   const __m256i pairs = _mm256_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15, 0, 4, 1, 5, 2, 6, 3, 7,
                                          8, 12, 9, 13, 10, 14, 11, 15);
@@ -123,9 +145,24 @@ AGOQ_HD void load_pairs(const void* block, Ints (&v)[kVecs / 2]) {
 AGOQ_HD __m256i out_of_order(__m256i bytes) {
   return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
 }
-// The low bytes of values within an int8, out of order; others saturate, which keeps their sign.
+// The low bytes of values within an int8, out of order; then of even and odd elements, in order.
 AGOQ_HD __m256i pack_to_bytes(const Ints (&v)[kVecs]) {
   return _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+}
+AGOQ_HD __m256i pack_pairs_to_bytes(const Ints (&v)[kVecs]) { return pairs_in_order(pack_to_bytes(v)); }
+// Bit B of each of 32 bytes, and bytes that have only that bit.
+template <int B>
+AGOQ_HD uint32_t bits_of_bytes(__m256i bytes) {
+  return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7 - B)));
+}
+template <int B>
+AGOQ_HD __m256i bytes_of_bits(uint32_t word) {
+  const __m256i spread =
+      _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201u));
+  const __m256i words = _mm256_set1_epi32(static_cast<int32_t>(word));
+  const __m256i chosen = _mm256_and_si256(_mm256_shuffle_epi8(words, spread), bit);
+  return _mm256_and_si256(_mm256_cmpeq_epi8(chosen, bit), _mm256_set1_epi8(1 << B));
 }
 // 32-bit lanes of signed bytes, which are in order.
 AGOQ_HD void widen_bytes(__m256i bytes, Ints (&v)[kVecs]) {

@@ -8,6 +8,7 @@ using Ints = __m512i;
 inline constexpr int kLanes = 16;
 inline constexpr int kVecs = kBlock / kLanes;
 inline constexpr __mmask16 kAllLanes = 0xFFFF;
+inline constexpr __mmask32 kAllWords = 0xFFFFFFFF;
 
 // --- memory --------------------------------------------------------------------------------------------------
 
@@ -41,6 +42,7 @@ AGOQ_HD Ints splat_int(int32_t x) { return _mm512_set1_epi32(x); }
 AGOQ_HD Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 AGOQ_HD Ints sub(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 AGOQ_HD Ints max_of(Ints a, Ints b) { return _mm512_maskz_max_epi32(kAllLanes, a, b); }
+AGOQ_HD Ints min_of(Ints a, Ints b) { return _mm512_maskz_min_epi32(kAllLanes, a, b); }
 AGOQ_HD Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 template <int N>
 AGOQ_HD Ints shift_left(Ints a) {
@@ -50,6 +52,8 @@ template <int N>
 AGOQ_HD Ints shift_right(Ints a) {
   return _mm512_maskz_srli_epi32(kAllLanes, a, N);
 }
+
+AGOQ_HD Ints all_of_sign(Ints a) { return _mm512_maskz_srai_epi32(kAllLanes, a, 31); }
 
 AGOQ_HD Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
 AGOQ_HD Ints bits_of(Floats a) { return _mm512_castps_si512(a); }
@@ -73,6 +77,20 @@ AGOQ_HD Floats choose(Ints condition, Floats yes, Floats no) {
   return _mm512_mask_blend_ps(_mm512_movepi32_mask(condition), no, yes);
 }
 
+// --- 16-bit lanes --------------------------------------------------------------------------------------------
+
+using Words = __m512i;
+inline constexpr int kWordVecs = 1;
+AGOQ_HD Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+AGOQ_HD Words splat_word(int16_t x) { return _mm512_set1_epi16(x); }
+AGOQ_HD Words smaller_words(Words a, Words b) { return _mm512_maskz_min_epi16(kAllWords, a, b); }
+AGOQ_HD Words larger_words(Words a, Words b) { return _mm512_maskz_max_epi16(kAllWords, a, b); }
+AGOQ_HD Words without_signs(Words a) { return _mm512_and_si512(a, splat_word(0x7FFF)); }
+AGOQ_HD Words ordered_keys(Words a) {
+  const __m512i negative = _mm512_maskz_srai_epi16(kAllWords, a, 15);
+  return _mm512_ternarylogic_epi32(a, negative, splat_word(0x7FFF), 0x78); // a ^ (negative & 0x7FFF)
+}
+
 // --- across lanes --------------------------------------------------------------------------------------------
 
 template <int Half>
@@ -84,6 +102,14 @@ AGOQ_HD __m256 half_of(__m512 a) {
   return _mm256_castsi256_ps(half_of<Half>(_mm512_castps_si512(a)));
 }
 
+AGOQ_HD __m128i smallest_eight(Words a) {
+  const __m256i m = _mm256_min_epi16(half_of<0>(a), half_of<1>(a));
+  return _mm_min_epi16(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+}
+AGOQ_HD __m128i largest_eight(Words a) {
+  const __m256i m = _mm256_max_epi16(half_of<0>(a), half_of<1>(a));
+  return _mm_max_epi16(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+}
 AGOQ_HD int32_t largest(Ints a) {
   const __m256i m8 = _mm256_max_epi32(half_of<0>(a), half_of<1>(a));
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(m8), _mm256_extracti128_si256(m8, 1));
@@ -131,6 +157,24 @@ AGOQ_HD __m256i out_of_order(__m256i bytes) { return bytes; }
 AGOQ_HD __m256i pack_to_bytes(const Ints (&v)[kVecs]) {
   return join(_mm512_maskz_cvtsepi32_epi8(kAllLanes, v[0]), _mm512_maskz_cvtsepi32_epi8(kAllLanes, v[1]));
 }
+AGOQ_HD __m256i pack_pairs_to_bytes(const Ints (&v)[kVecs]) {
+  return _mm512_maskz_cvtepi16_epi8(kAllWords, _mm512_mask_blend_epi16(0xAAAAAAAA, v[0], shift_left<16>(v[1])));
+}
+// The codes 0-15 of even and odd elements, two a byte; the same of a block in 16-bit lanes.
+AGOQ_HD __m128i join_nibbles(Ints even, Ints odd) {
+  return _mm512_maskz_cvtepi32_epi8(kAllLanes, _mm512_or_si512(even, shift_left<4>(odd)));
+}
+AGOQ_HD __m128i join_nibbles(Words codes) {
+  return _mm512_maskz_cvtepi32_epi8(kAllLanes, _mm512_or_si512(codes, shift_right<12>(codes)));
+}
+template <int B>
+AGOQ_HD uint32_t bits_of_bytes(__m256i bytes) {
+  return _mm256_test_epi8_mask(bytes, _mm256_set1_epi8(1 << B));
+}
+template <int B>
+AGOQ_HD __m256i bytes_of_bits(uint32_t word) {
+  return _mm256_maskz_mov_epi8(word, _mm256_set1_epi8(1 << B));
+}
 AGOQ_HD void widen_bytes(__m256i bytes, Ints (&v)[kVecs]) {
   v[0] = _mm512_maskz_cvtepi8_epi32(kAllLanes, _mm256_castsi256_si128(bytes));
   v[1] = _mm512_maskz_cvtepi8_epi32(kAllLanes, _mm256_extracti128_si256(bytes, 1));
@@ -162,4 +206,13 @@ AGOQ_HD void lookup16(const Table16& table, __m256i codes, Floats (&v)[kVecs]) {
   const __m512i high = _mm512_maskz_cvtepu8_epi32(kAllLanes, _mm256_extracti128_si256(codes, 1));
   v[0] = _mm512_maskz_permutexvar_ps(kAllLanes, low, table.entries);
   v[1] = _mm512_maskz_permutexvar_ps(kAllLanes, high, table.entries);
+}
+// Entries of a block's codes, two a byte.
+AGOQ_HD void lookup_nibbles(const Table16& table, __m128i nibbles, Floats (&v)[kVecs]) {
+  const __m512i pairs = _mm512_maskz_cvtepu8_epi32(kAllLanes, nibbles);
+  const __m512 even = _mm512_maskz_permutexvar_ps(kAllLanes, pairs, table.entries); // by the lower four bits
+  const __m512 odd = _mm512_maskz_permutexvar_ps(kAllLanes, shift_right<4>(pairs), table.entries);
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  v[0] = _mm512_permutex2var_ps(even, first, odd);
+  v[1] = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, splat_int(8)), odd);
 }

@@ -1,28 +1,61 @@
-// Nearest 4-bit codes of bfloat16 elements under a bfloat16 scale: a search among bit patterns, without a division.
-//
-// A code is the number of the code book's thresholds t below x / scale. Once a group, each t becomes a limit, the
-// largest bfloat16 not above t * scale: x / scale > t is then x > limit, a comparison of patterns as 16-bit integers,
-// sixteen to a register. Limits are searched in halves; those in question come from tables by byte shuffles.
-//
-// Codes are those of the IEEE quotient. Both significands have 8 bits, so a quotient either is a boundary between two
-// codes or differs from it by a relative 2^-12 at least (nf4, whose boundaries have 24 bits: never equal, 2^-19.7),
-// far above the 2^-23 by which rounding moves the quotient or t * scale. (A tie that goes up: t is the float below the
-// boundary, and t * scale is rounded to one below boundary * scale.) test_codecs_isa.py compares all significands.
+// Searches among thresholds with the byte shuffles of AVX2 (search.h).
 
-template <Format F>
-inline constexpr bool kSearchesPatterns = F == Format::nf4 || F == Format::fp4_e2m1 || F == Format::fp4_e3m0;
+// --- by quotients --------------------------------------------------------------------------------------------
 
-// Makes the limits of a group, and of them the tables.
+// Of each cell, by its low four bits: the number of thresholds below it, for cells from 0 and for cells below 0.
+struct Cells {
+  alignas(32) uint8_t below_from_0[32], below_under_0[32]; // each table twice, for both halves of a register
+  alignas(64) float threshold[16];                         // times 16, in the order of Table16
+};
+template <Thresholds (*Make)()>
+constexpr Cells make_cells() {
+  constexpr Thresholds T = Make();
+  static_assert(T.suit_cells());
+  Cells cells{};
+  for (int cell = -16; cell < 16; ++cell) {
+    uint8_t below = 0;
+    for (float t : T.of) below += t * 16 < static_cast<float>(cell) - 0.5f ? 1 : 0;
+    uint8_t* table = cell < 0 ? cells.below_under_0 : cells.below_from_0;
+    table[cell & 15] = table[(cell & 15) + 16] = below;
+  }
+  for (int i = 0; i < 16; ++i) cells.threshold[i] = kTableOrder[i] < 15 ? T.of[kTableOrder[i]] * 16 : kFloatMax;
+  return cells;
+}
+
+// How many of Make()'s thresholds lie below t, given 16 t; out of order.
+template <Thresholds (*Make)()>
+AGOQ_HD __m256i count_below(const Values& t) {
+  static constexpr Cells cells = make_cells<Make>();
+  const auto table = [](const uint8_t* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); };
+  Floats thresholds[kTableVecs];
+#pragma GCC unroll 2
+  for (int i = 0; i < kTableVecs; ++i) thresholds[i] = load(cells.threshold + i * kLanes);
+  Ints wide[kVecs];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) wide[i] = round_to_ints(t.v[i]);
+  const __m256i cell = _mm256_min_epi8(pack_to_bytes(wide), _mm256_set1_epi8(15));
+  // A byte shuffle gives 0 where the index is negative, so each table answers for its own cells.
+  const __m256i from_0 = _mm256_shuffle_epi8(table(cells.below_from_0), cell);
+  const __m256i under_0 =
+      _mm256_shuffle_epi8(table(cells.below_under_0), _mm256_xor_si256(cell, _mm256_set1_epi8(-128)));
+  const __m256i below = _mm256_or_si256(from_0, under_0);
+  Floats threshold[kVecs];
+  lookup16(make_table(thresholds), below, threshold);
+#pragma GCC unroll 8
+  for (int i = 0; i < kVecs; ++i) wide[i] = greater(t.v[i], threshold[i]);
+  return _mm256_sub_epi8(below, pack_to_bytes(wide));
+}
+
+// --- by patterns ---------------------------------------------------------------------------------------------
+
+// Makes the tables of a search: their bytes in those of the limits 0-7 and of the limits 8-15.
 struct SearchPlan {
-  alignas(64) float threshold[16] = {}; // of quotients
-  // The bytes of a table in those of the limits 0-7 and of the limits 8-15.
   alignas(32) uint8_t bytes[3][32] = {};
 };
 template <Format F>
 constexpr SearchPlan make_search_plan() {
   constexpr auto book = codebook<F>();
   SearchPlan plan{};
-  for (int i = 0; i + 1 < book.size; ++i) plan.threshold[i] = book.threshold[i];
   for (int level = 0, step = book.size / 4; step > 0; ++level, step /= 2) {
     for (uint8_t& byte : plan.bytes[level]) byte = 0x80; // gives zero
     for (int code = 0; code < book.size; code += 2 * step) {
@@ -45,13 +78,7 @@ struct PatternSearch {
   AGOQ_HD explicit PatternSearch(float scale) {
     static constexpr SearchPlan plan = make_search_plan<F>();
     Ints words[kVecs] = {};
-#pragma GCC unroll 2
-    for (int i = 0; i < 16 / kLanes; ++i) {
-      const Floats t = mul(load(plan.threshold + i * kLanes), splat(scale));
-      const Ints magnitude = both(bits_of(t), splat_int(0x7FFFFFFF));
-      const Ints negative = greater(splat(0.0f), t);
-      words[i] = shift_right<16>(sub(exclusive_or(magnitude, negative), negative)); // the floor, of negative ones too
-    }
+    find_limits<F>(scale, words);
     const __m256i limits = narrow_to_words<0>(words);
     middle = _mm256_broadcastw_epi16(_mm_srli_si128(_mm256_castsi256_si128(limits), kCodes - 2));
 #pragma GCC unroll 3
