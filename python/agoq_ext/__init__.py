@@ -19,6 +19,7 @@ from .activation import (
 )
 from .collectives import ErrorFeedback, TwoLevel, all_gather, all_reduce, reduce_scatter
 from .diloco import StreamingDiLoCo
+from .gradients import GradientStore
 from .tensor import QuantizedTensor, dequantize, quantize
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "BlockMap",
     "ConversionReport",
     "ErrorFeedback",
+    "GradientStore",
     "Override",
     "QuantizedTensor",
     "StreamingDiLoCo",
