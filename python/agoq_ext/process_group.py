@@ -78,6 +78,10 @@ class Options:
                 )
 
     @property
+    def _timeout(self) -> None:
+        """What a DeviceMesh's `backend_override` asks options for; None is the default timeout."""
+
+    @property
     def codec(self) -> Codec:
         """How values travel."""
         return Codec(self.format, self.group_size, rounding=self.rounding)
