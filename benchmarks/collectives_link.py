@@ -12,28 +12,22 @@ timed, results are compared across ranks and with the exact mean. Writes collect
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import hashlib
 import json
 import os
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import links
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import agoq_ext
-from agoq_ext import ops
 
 NUMEL = 16 * 2**20
 METHODS = ("gloo fp32", "gloo bf16", "agoq int8", "agoq int4")
@@ -73,14 +67,7 @@ def methods(x: Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def run_rank(rank: int, world: int, directory: Path, repetitions: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(directory / "store"), world),
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=120),
-    )
+    links.join(rank, world, directory)
     sources = [torch.randn(2**18, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     x = sources[rank].repeat(NUMEL // 2**18)
     exact = torch.stack(sources).double().mean(0)
@@ -103,90 +90,8 @@ def run_rank(rank: int, world: int, directory: Path, repetitions: int) -> None:
             dist.all_reduce(own, dist.ReduceOp.MAX)
             times[name].append(float(own))
     if rank == 0:
-        (directory / "times.json").write_text(json.dumps(times))
+        links.write_result(directory, times)
     dist.barrier()
-
-
-# --- the network -------------------------------------------------------------------------------------------------
-
-
-def sh(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def network(world: int, rate: str) -> Iterator[list[str]]:
-    """Namespaces, one a rank, joined by a bridge in another; each link limited to `rate` both ways."""
-    prefix = f"agoq{os.getpid() % 10000}"
-    bridge = f"{prefix}b"
-    names = [f"{prefix}r{rank}" for rank in range(world)]
-    limit = "" if rate == "none" else f"root tbf rate {rate} burst 256kb latency 50ms"
-    try:
-        for name in (bridge, *names):
-            sh(f"ip netns add {name}")
-        sh(f"ip -n {bridge} link add br0 type bridge")
-        sh(f"ip -n {bridge} link set br0 up")
-        for rank, name in enumerate(names):
-            sh(f"ip -n {name} link add eth0 type veth peer name p{rank} netns {bridge}")
-            sh(f"ip -n {name} addr add 10.77.0.{rank + 1}/24 dev eth0")
-            sh(f"ip -n {name} link set eth0 up")
-            sh(f"ip -n {name} link set lo up")
-            sh(f"ip -n {bridge} link set p{rank} master br0")
-            sh(f"ip -n {bridge} link set p{rank} up")
-            if limit:
-                sh(f"ip netns exec {name} tc qdisc add dev eth0 {limit}")
-                sh(f"ip netns exec {bridge} tc qdisc add dev p{rank} {limit}")
-        yield names
-    finally:
-        for name in (*names, bridge):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def missing() -> str | None:
-    """Why this machine cannot limit a link; None if it can."""
-    for tool in ("ip", "tc"):
-        if not shutil.which(tool):
-            return f"{tool} is not installed"
-    if os.geteuid() != 0:
-        return "making a network namespace needs root"
-    try:
-        with network(1, "1gbit"):
-            return None
-    except subprocess.CalledProcessError as error:
-        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
-
-
-def measure(world: int, rate: str, repetitions: int) -> dict[str, list[float]]:
-    with network(world, rate) as names, tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        own = [sys.executable, os.path.abspath(__file__), "--directory", directory]
-        ranks = [
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    *own,
-                    "--rank",
-                    f"{rank}/{world}",
-                    "--repetitions",
-                    str(repetitions),
-                ],
-                env=environment,
-            )
-            for rank, name in enumerate(names)
-        ]
-        try:
-            statuses = [process.wait(600) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        if any(statuses):
-            raise RuntimeError(f"collectives_link: ranks ended with {statuses}")
-        times: dict[str, list[float]] = json.loads((Path(directory) / "times.json").read_text())
-        return times
 
 
 # --- results -----------------------------------------------------------------------------------------------------
@@ -279,7 +184,7 @@ def main() -> int:
     if args.redraw:
         write(args.output, json.loads((args.output / "collectives_link.json").read_text()))
         return 0
-    reason = missing()
+    reason = links.missing()
     if reason is not None:
         print(f"collectives_link: not measured: {reason}")
         return 0
@@ -287,21 +192,11 @@ def main() -> int:
     for rate in args.rates.split(","):
         for world in map(int, args.worlds.split(",")):
             load = os.getloadavg()[0]
-            times = measure(world, rate, args.repetitions or REPETITIONS.get(rate, 5))
+            repetitions = args.repetitions or REPETITIONS.get(rate, 5)
+            times = links.run_ranks(__file__, world, rate, ["--repetitions", str(repetitions)])
             results.append({"rate": rate, "world": world, "load_average_before": load, "times": times})
             print(table(rows(results[-1:])), flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    facts = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {ops.cpu_isa()}",
-        "torch": torch.__version__,
-        "nice": os.nice(0),
-        "numel": NUMEL,
-        "runs": results,
-    }
+    facts = links.facts() | {"numel": NUMEL, "runs": results}
     write(args.output, facts)
     return 0
 
