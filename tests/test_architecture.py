@@ -66,7 +66,7 @@ MODULES_USED = {
     "fsdp": BASE | COLLECTIVES,
     "gradients": BASE | COLLECTIVES,
     "diloco": BASE | COLLECTIVES,
-    "plan": BASE | {"activation", "head", "pipeline"},
+    "plan": BASE | {"layout", "activation", "head", "pipeline"},
     "info": BASE | {"_native", "layout", "ops"},
     "training": BASE | AUTOGRAD | COLLECTIVES | {"activation", "ddp", "gradients", "diloco", "fsdp", "info"},
     "cli": BASE | {"diloco", "info", "plan", "training"},

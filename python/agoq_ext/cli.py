@@ -35,11 +35,15 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     if arguments[:1] != ["info"]:
         from .diloco import cli as diloco_cli
         from .plan import cli as plan_cli
+        from .plan import network_cli
         from .training import cli as training_cli
 
         if diloco_cli.is_asked(arguments):
             plan_parser = subparsers.add_parser("plan", help="the bandwidth that replicas of a model need")
             diloco_cli.add_arguments(plan_parser)
+        elif network_cli.is_asked(arguments):
+            plan_parser = subparsers.add_parser("plan", help="the time of one gradient exchange")
+            network_cli.add_arguments(plan_parser)
         else:
             plan_cli.add_plan_parser(subparsers)
         training_cli.add_train_parser(subparsers)

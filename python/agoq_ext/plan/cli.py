@@ -20,7 +20,8 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DESCRIPTION = (
     "Bytes that training keeps, before anything runs. The columns with a star are AGoQ's own count "
     "(arXiv 2605.00539), in U = batch x sequence x hidden x 2 bytes; the others are what agoq_ext keeps, to the byte. "
-    "`agoq plan --diloco --help`: the bandwidth that replicas need."
+    "`agoq plan --diloco --help`: the bandwidth that replicas need; `agoq plan --network --help`: the time of one "
+    "gradient exchange."
 )
 
 
