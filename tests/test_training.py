@@ -101,8 +101,11 @@ def after_steps(config: TrainConfig, steps: int, act: Callable[[], Any]) -> thre
 # --- whole runs ----------------------------------------------------------------------------------------------
 
 
-def test_run_and_interrupted_run_take_the_same_steps(config: TrainConfig, tmp_path: Path) -> None:
-    config = replace(config, eval_every=16, accumulate=2)
+@pytest.mark.parametrize("gradients", ["int8", "store"])
+def test_run_and_interrupted_run_take_the_same_steps(
+    config: TrainConfig, tmp_path: Path, gradients: str
+) -> None:
+    config = replace(config, eval_every=16, accumulate=2, gradients=gradients)
     assert launch.run(config) == 0
     summary = json.loads((Path(config.out) / "summary.json").read_text())
     steps = losses(config)
@@ -204,18 +207,20 @@ def test_under_torchrun(config: TrainConfig, tmp_path: Path) -> None:
     assert losses(local) == losses(config)
 
 
-def test_demo_compares_both_runs(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_compares_its_runs(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "demo"
     assert demo.run(str(out), data=(str(text),), steps=3) == 0
     report = json.loads((out / "report.json").read_text())
-    for name in ("baseline", "agoq"):
+    for name in ("baseline", "agoq", "store"):
         for key in ("val_loss", "train_loss", "tokens_per_s", "saved_activation_bytes", "wire_bytes"):
             assert report[name][key] > 0
         assert report[name]["peak_rss_bytes"] > 50e6
-    ratios = report["ratios"]["agoq"]
-    assert ratios["saved_activation_bytes"] <= 0.40
-    assert ratios["wire_bytes"] <= 0.27
+    for name in ("agoq", "store"):
+        ratios = report["ratios"][name]
+        assert ratios["saved_activation_bytes"] <= 0.40
+        assert ratios["wire_bytes"] <= 0.27
+    assert report["ratios"]["store"]["gradient_bytes"] <= 1.02 / 4
     for name in ("loss.png", "activation_bytes.png", "wire_bytes.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "met" in capsys.readouterr().out

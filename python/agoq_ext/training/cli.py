@@ -102,9 +102,9 @@ def add_demo_parser(subparsers: Any) -> None:
     """Adds `agoq demo`."""
     parser = subparsers.add_parser(
         "demo",
-        help="train twice, uncompressed and compressed, and compare",
-        description="Trains the same model on the same data twice on two ranks, first uncompressed, then with "
-        "compressed activations and 8-bit gradients, and compares what both took. Takes minutes.",
+        help="train uncompressed and compressed, and compare",
+        description="Trains the same model on the same data three times on two ranks: uncompressed, with compressed "
+        "activations and an int8 all-reduce, and with gradients stored in int8; compares what each took.",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for report.json and the plots")
     parser.add_argument(

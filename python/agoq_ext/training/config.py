@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import UserError
 
 ACTIVATIONS = ("none", "agoq", "paper", "lean")
-GRADIENTS = ("fp32", "bf16", "int8", "int4")
+GRADIENTS = ("fp32", "bf16", "int8", "int4", "store")
 PRECISIONS = ("bf16", "fp32")
 OUTER_FORMATS = ("fp4_e3m0", "int4", "int8", "bfloat16", "float32")
 VOCABULARY = 256

@@ -12,17 +12,19 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = {"baseline": "#6b7280", "agoq": "#0f766e"}
+COLOURS = {"baseline": "#6b7280", "agoq": "#0f766e", "store": "#b45309"}
 _LABELS = {
     "baseline": "baseline (BF16 activations, FP32 gradients)",
-    "agoq": "AGoQ (8- and 4-bit activations, int8 gradients)",
+    "agoq": "AGoQ (5- and 6-bit activations, int8 all-reduce)",
+    "store": "the same, gradients stored in int8",
 }
 # A thick line and a thin dashed one on top of it stay apart where they coincide.
 _LINES: dict[str, dict[str, Any]] = {
     "baseline": {"linewidth": 3.0},
     "agoq": {"linewidth": 1.4, "linestyle": (0, (4, 2))},
+    "store": {"linewidth": 1.4, "linestyle": (0, (1, 2))},
 }
-_MARKERS = {"baseline": "o", "agoq": "x"}
+_MARKERS = {"baseline": "o", "agoq": "x", "store": "+"}
 # The bound that the demo holds the validation loss to.
 _BOUND = 0.01
 _INK = "#1f2937"
@@ -75,10 +77,20 @@ def draw_losses(records: Records) -> Figure:
         if name != base:
             means = [_running_mean(_column(records[n], "train_loss")[1]) for n in (base, name)]
             lower.plot(
-                steps, _percent(*means), color=COLOURS[name], linewidth=1.2, label="training, running mean"
+                steps,
+                _percent(*means),
+                color=COLOURS[name],
+                linewidth=1.2,
+                label=f"{name}: training, running mean",
             )
             theirs = _column(records[base], "val_loss")[1]
-            lower.plot(marks, _percent(theirs, validations), "x", color=COLOURS[name], label="validation")
+            lower.plot(
+                marks,
+                _percent(theirs, validations),
+                _MARKERS[name],
+                color=COLOURS[name],
+                label=f"{name}: validation",
+            )
     for sign in (-1, 1):
         lower.axhline(sign * _BOUND * 100, color=_INK, linewidth=0.8, linestyle=":")
     lower.axhline(0, color=COLOURS[base], linewidth=0.8)

@@ -27,6 +27,7 @@ class ReplicaExchange:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
         self.module = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.held_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
 
         def outer_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=config.outer_lr, momentum=0.9, nesterov=True)
@@ -45,6 +46,10 @@ class ReplicaExchange:
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forgets the gradients of a backward pass."""
+        optimizer.zero_grad(set_to_none=True)
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
         """Clips the gradients (their mean, during the warm-up), steps, and synchronizes what is due."""

@@ -18,7 +18,7 @@ from ..errors import UserError
 from . import bf16_products, checkpoint, process
 from .config import TrainConfig
 from .data import Corpus, load_corpus
-from .gradients import GradientExchange
+from .gradients import GradientExchange, StoredGradients
 from .metrics import Metrics
 from .model import autocast, build_model, learning_rate, loss_inputs, make_optimizer
 from .replicas import ReplicaExchange
@@ -78,8 +78,10 @@ class Trainer:
             self._restore(loaded)
         self.first_step = self.step
 
-    def _make_exchange(self) -> GradientExchange | ReplicaExchange:
+    def _make_exchange(self) -> GradientExchange | StoredGradients | ReplicaExchange:
         if not self.config.diloco:
+            if self.config.gradients == "store":
+                return StoredGradients(self.model)
             return GradientExchange(self.model, self.config.gradients)
         try:
             return ReplicaExchange(self.model, self.optimizer, self.config)
@@ -144,7 +146,7 @@ class Trainer:
         state = torch.get_rng_state()
         for _ in range(2):
             self._loss(inputs, targets).backward()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.exchange.drop(self.optimizer)
         torch.set_rng_state(state)
         self.exchange.take_count()
 
@@ -280,6 +282,7 @@ class Trainer:
             "saved_activation_bytes": activations["total_bytes"],
             "saved_activation_bytes_by_operator": activations["by_operator"],
             "wire_bytes": self.wire_bytes,
+            "gradient_bytes": self.exchange.held_bytes,
             # These two count this process alone: they are the whole run's only where it was not resumed.
             "kernel_written_bytes": written if written and not self.first_step else None,
             "train_cpu_seconds": cpu_seconds if not self.first_step else None,
