@@ -1,8 +1,11 @@
-"""`agoq train --diloco`: its report, and a run stopped and resumed."""
+"""`agoq train --diloco`: its report, a run stopped and resumed, and one started by torchrun."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,18 @@ MODEL = {
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(4000))
 
 
-def train(folder: Path, out: str, *options: str) -> dict[str, Any]:
+def arguments(folder: Path, out: str, *options: str) -> list[str]:
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "text.txt").write_text(TEXT)
-    arguments = [
+    return [
         "train", "--out", str(folder / out), "--model", str(folder / "model.json"), "--data", str(folder / "text.txt"),
         "--activations", "none", "--precision", "fp32", "--seq", "32", "--batch", "4", "--eval-windows", "8",
         "--threads", "1", *options,
     ]  # fmt: skip
-    assert cli.main(arguments) == 0
+
+
+def train(folder: Path, out: str, *options: str) -> dict[str, Any]:
+    assert cli.main(arguments(folder, out, *options)) == 0
     return json.loads((folder / out / "summary.json").read_text())
 
 
@@ -107,6 +113,30 @@ def check_stopped(rank: int, world: int, folder: Path) -> None:
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     run_world(tmp_path, 2, check_stopped, tmp_path)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """torchrun's processes train to the same bits as those that the command starts itself."""
+    options = ["--diloco", "3", "--overlap", "1", "--warmup", "2", "--steps", "9"]
+    torchrun = Path(sys.executable).with_name("torchrun")
+    launcher = [str(torchrun)] if torchrun.exists() else [sys.executable, "-m", "torch.distributed.run"]
+    command = [*launcher, "--standalone", "--nproc-per-node", "2", "-m", "agoq_ext.cli"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, *arguments(tmp_path, "torchrun", *options)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=200)
+        finally:
+            process.terminate()  # torchrun then ends its ranks, which SIGKILL would leave behind
+    assert process.returncode == 0, err
+    assert out.count("validation loss") == 1  # rank 0 alone speaks
+    found = json.loads((tmp_path / "torchrun" / "summary.json").read_text())
+    expected = train(tmp_path, "local", "--replicas", "2", *options)
+    assert found["val_loss"] == expected["val_loss"] and found["diloco"]["replicas"] == 2
+    for name in ("start_up_bytes", "warmup_bytes", "outer_gradient_bytes"):
+        assert found["diloco"][name] == expected["diloco"][name] > 0
 
 
 @pytest.mark.parametrize(

@@ -394,6 +394,21 @@ def test_a_silent_peer_is_an_error_within_the_timeout(tmp_path: Path) -> None:
     run_world(tmp_path, 2, check_silent_peer, tmp_path)
 
 
+def check_unequal(rank: int, world: int, directory: Path) -> None:
+    start(rank, world, directory, "unequal")
+    x = torch.ones(LARGE + 128 * rank)
+    for call in (lambda: dist.all_reduce(x), lambda: dist.all_reduce(x, async_op=True).wait()):
+        message, _ = failure_of(call)
+        assert all(f"rank {r}: " in message and f"numel={LARGE + 128 * r}" in message for r in range(world))
+    assert (x == 1).all()
+    dist.all_reduce(x[:LARGE])  # all ranks know, so the group is still in step
+    assert (x[:LARGE] - world).abs().max() < 0.1 and (x[LARGE:] == 1).all()
+
+
+def test_unequal_sizes_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_world(tmp_path, 2, check_unequal, tmp_path)
+
+
 def check_abort(rank: int, world: int, directory: Path) -> None:
     start(rank, world, directory, "abort", timeout=60)
     dist.all_reduce(torch.ones(LARGE))
