@@ -40,6 +40,7 @@ def start(
 ) -> None:
     """Replaces the default group by one of our backend."""
     if dist.is_initialized():
+        dist.barrier()  # a group that one rank takes down while another still connects is an error there
         dist.destroy_process_group()
     store = dist.FileStore(str(directory / name), world)
     limit = datetime.timedelta(seconds=timeout)
