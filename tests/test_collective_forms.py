@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from all_reduce_twin import cast, digest, emulate, error_bound, random_flat, seed_of
+from all_reduce_twin import cast, emulate, error_bound, random_flat, seed_of
 from distributed import run_world
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from agoq_ext import reference
 from agoq_ext.collectives import (
     Codec,
-    Disagreement,
     ErrorFeedback,
-    TwoLevel,
     all_gather,
     all_reduce,
     bytes_sent,
@@ -347,81 +343,3 @@ def test_feedback_keeps_what_an_encoding_loses() -> None:
     again = x + residual
     feedback.encode_part(x, slot, codec, None, 0, residual)
     assert torch.equal(residual, again - coded(again, codec))
-
-
-# --- two levels --------------------------------------------------------------------------------------------------
-
-
-def check_two_level(rank: int, world: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-    digests = []
-    for number, (inner_format, codec, numel, op) in enumerate(
-        [
-            ("float32", Codec("int8"), 10_000, "avg"),
-            ("bfloat16", Codec("int4", 64), 4097, "sum"),
-            ("int8", Codec("nf4", 32, torch.float32, "stochastic"), 20_001, "avg"),
-            ("float32", Codec("fp8_e4m3"), 1, "avg"),
-            ("float32", Codec("float32"), 3000, "avg"),
-        ]
-    ):
-        two = TwoLevel.from_mesh(mesh, inner_format)
-        everyone = [random_flat(600 + number, r, numel, torch.float32) for r in range(world)]
-        own = everyone[rank].clone()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, "CHUNK_ELEMENTS", 2048)
-            work = all_reduce(own, op, two, **vars(codec), seed=3, async_op=bool(number % 2), min_numel=0)
-            if work is not None:
-                work.wait()
-        digests.append(digest(own))
-        factor = 1 / world if op == "avg" else 1.0
-        exact = sum(x.double() for x in everyone) * factor
-        if codec.is_plain:
-            torch.testing.assert_close(own.double(), exact, rtol=1e-5, atol=1e-6)
-            continue
-        # One rounding inside (of each rank), one of each node's sum, one of the result.
-        nodes = [everyone[0] + everyone[1], everyone[2] + everyone[3]]
-        bound = error_bound(nodes, "sum", codec) * factor * 1.2
-        if inner_format == "bfloat16":
-            bound += sum(x.double().abs() for x in everyone) * factor * 2**-8
-        elif inner_format != "float32":
-            bound += (
-                error_bound(everyone, "sum", Codec(inner_format, codec.group_size, rounding=codec.rounding))
-                * factor
-            )
-        excess = (own.double() - exact).abs() - bound
-        assert excess.max() <= 0, (number, float(excess.max()))
-
-    two = TwoLevel(mesh.get_group(1), mesh.get_group(0))
-    # Feedback between the nodes, and lists.
-    keeper, total = ErrorFeedback(), torch.zeros(5000, dtype=torch.float64)
-    everyone = [random_flat(620, r, 5000, torch.float32) for r in range(world)]
-    exact = sum(x.double() for x in everyone) / world
-    for _ in range(16):
-        x, small = everyone[rank].clone(), torch.full((3,), float(rank))
-        all_reduce([x, small], group=two, format="int4", feedback=keeper)
-        assert torch.equal(small, torch.full((3,), 1.5)), "divided by the whole world, once"
-        total += x
-    alone = everyone[rank].clone()
-    all_reduce(alone, group=two, format="int4")
-    assert (total / 16 - exact).norm() < (alone - exact).norm() / 6
-    digests.append(digest(x))
-
-    # Across the slow links goes a node's share of the codes: each rank sends 2 (M - 1) / M of its quarter.
-    reset_bytes_sent(two)
-    all_reduce(torch.ones(5000), group=two, format="int4")
-    assert bytes_sent(two) > 0
-
-    for odd in (0, 3):  # whichever rank is odd, every rank of every node is told
-        with pytest.raises(Disagreement, match="group_size=64.*group_size=32|group_size=32.*group_size=64"):
-            all_reduce(torch.ones(5000), group=two, group_size=64 if rank == odd else 32)
-    with pytest.raises(ValueError, match="TwoLevel: mesh must have 2 dimensions .* got 1"):
-        TwoLevel.from_mesh(mesh["local"])
-    with pytest.raises(ValueError, match="TwoLevel: format must be one of"):
-        TwoLevel.from_mesh(mesh, "int3")
-    dist.barrier()
-    return digests
-
-
-def test_two_levels(tmp_path: Path) -> None:
-    results = run_world(tmp_path, 4, check_two_level)
-    assert all(result == results[0] for result in results), "the ranks differ"

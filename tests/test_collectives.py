@@ -1,16 +1,10 @@
-"""Quantized collectives: the messages without processes, then worlds of 1 to 4 local ranks over Gloo."""
+"""Quantized all-reduces in worlds of 1 to 4 local ranks over Gloo: values, order, futures, bytes."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
-import os
-import shutil
-import subprocess
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,114 +12,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from all_reduce_twin import cast, digest, emulate, error_bound, random_flat, seed_of, shard_bounds, splitmix
+from all_reduce_twin import cast, digest, emulate, error_bound, random_flat
 from distributed import run_world
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from agoq_ext import layout, reference
+from agoq_ext import layout
 from agoq_ext.collectives import (
     Codec,
     bytes_sent,
     channel,
     functions,
-    mix_seed,
-    plain_all_reduce_bytes,
     reset_bytes_sent,
     setup,
     transport,
     wire,
 )
+from agoq_ext.collectives.call import OPS
 
 # Small tensors make small tests; the threshold has its own.
 all_reduce = functools.partial(functions.all_reduce, min_numel=0)
-
-# --- messages, without processes ---------------------------------------------------------------------------------
-
-
-@given(numel=st.integers(0, 5000), world=st.integers(1, 9), group_size=st.sampled_from(layout.GROUP_SIZES))
-def test_shards_cover_the_tensor_in_whole_groups(numel: int, world: int, group_size: int) -> None:
-    shards = wire.Shards.cut(numel, world, group_size)
-    bounds = [(shards.start(r), shards.start(r) + shards.size(r)) for r in range(world)]
-    assert bounds == shard_bounds(numel, world, group_size)
-    assert bounds[0][0] == 0 and bounds[-1][1] == numel
-    assert all(start % group_size == 0 or start == numel for start, _ in bounds)
-    assert shards.length * world < numel + world * group_size, (
-        "no slot is longer than rounding to groups asks"
-    )
-
-
-@pytest.mark.parametrize("scale_dtype", layout.SCALE_DTYPES)
-@pytest.mark.parametrize("format", layout.FORMATS)
-def test_messages_are_codes_then_scales_with_zero_padding(format: str, scale_dtype: torch.dtype) -> None:
-    codec = Codec(format, 64, scale_dtype)
-    flat = random_flat(1, 0, 1000, torch.float32)
-    shards = wire.Shards.cut(1000, 3, 64)  # 384, 384, 232
-    slots = torch.full((3, wire.slot_bytes(shards, codec)), 0xAB, dtype=torch.uint8)
-    wire.encode(flat, slots, shards, codec, None)
-    for rank in range(3):
-        packed, scales = reference.quantize(shards.of(flat, rank), format, 64, scale_dtype, "nearest", None)
-        data = bytearray()
-        for part in (packed, scales):
-            data += part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            data += bytes(-len(data) % layout.WIRE_ALIGNMENT)
-        assert bytes(slots[rank].tolist()) == bytes(data).ljust(slots.shape[1], b"\0")
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    numel=st.integers(1, 1500),
-    world=st.integers(1, 5),
-    format=st.sampled_from(list(layout.FORMATS)),
-    group_size=st.sampled_from(layout.GROUP_SIZES),
-    scale_dtype=st.sampled_from(layout.SCALE_DTYPES),
-    rounding=st.sampled_from(layout.ROUNDINGS),
-    op=st.sampled_from(functions.OPS),
-)
-def test_encode_reduce_decode_equal_the_emulation(
-    numel: int, world: int, format: str, group_size: int, scale_dtype: torch.dtype, rounding: str, op: str
-) -> None:
-    codec = Codec(format, group_size, scale_dtype, rounding)
-    flats = [random_flat(2, rank, numel, torch.float32) for rank in range(world)]
-    shards = wire.Shards.cut(numel, world, group_size)
-    slot = wire.slot_bytes(shards, codec)
-    sent = torch.empty(world, world, slot, dtype=torch.uint8)
-    gathered = torch.empty(world, slot, dtype=torch.uint8)
-    for rank, flat in enumerate(flats):
-        wire.encode(flat, sent[rank], shards, codec, seed_of(codec, 7, rank, 0))
-    for rank in range(world):
-        factor = 1 / world if op == "avg" else 1.0
-        received = sent[:, rank].contiguous()
-        wire.reduce(received, gathered[rank], shards, rank, codec, factor, seed_of(codec, 7, rank, 1))
-    out = torch.empty(numel)
-    wire.decode(gathered, out, shards, codec)
-    assert torch.equal(out, emulate(flats, op, codec, [7] * world))
-
-
-def test_the_cut_does_not_change_the_noise() -> None:
-    codec = Codec("int4", 32, torch.float32, "stochastic")
-    flat, seed = random_flat(3, 0, 3000, torch.float32), torch.tensor([5])
-    whole, _ = reference.quantize(flat, "int4", 32, torch.float32, "stochastic", seed)
-    for world in (1, 2, 3):
-        shards = wire.Shards.cut(3000, world, 32)
-        slots = torch.empty(world, wire.slot_bytes(shards, codec), dtype=torch.uint8)
-        wire.encode(flat, slots, shards, codec, seed)
-        packed = [wire.message_views(slots[r], shards.size(r), codec)[0][0] for r in range(world)]
-        assert torch.equal(torch.cat(packed)[: whole.numel()], whole[0])
-
-
-def test_mix_seed() -> None:
-    # The first output of the published splitmix64 for the state 1234567.
-    assert int(mix_seed(torch.tensor([1234567]), 0)) == 6457827717110365317
-    seen = set()
-    for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
-        for words in [(0,), (1,), (0, 0), (0, 1), (1, 0), (3, 1), (3, 1, 10**6)]:
-            mixed = int(mix_seed(torch.tensor([seed]), *words))
-            assert mixed % 2**64 == splitmix(seed % 2**64, *words)
-            seen.add(mixed)
-    assert len(seen) == 5 * 7
-
 
 # --- worlds ------------------------------------------------------------------------------------------------------
 
@@ -167,7 +72,7 @@ def make_cases(world: int) -> list[Case]:
             draw(layout.SCALE_DTYPES),
             draw(layout.ROUNDINGS),
         )
-        dtype, op = draw(layout.FLOAT_DTYPES), draw(functions.OPS)
+        dtype, op = draw(layout.FLOAT_DTYPES), draw(OPS)
         cases.append(Case(number, numel, dtype, op, codec, async_op=bool(number % 3)))
     cases.append(Case(30, 100_000, torch.float32, "avg", Codec(), True))
     return cases
@@ -426,91 +331,6 @@ def test_subgroups(tmp_path: Path) -> None:
     run_world(tmp_path, 4, check_subgroups)
 
 
-def check_bytes(rank: int, world: int) -> None:
-    reset_bytes_sent()
-    setup()
-    assert bytes_sent() == (world - 1) * channel.RECORD_BYTES
-    codec, numel = Codec("int4", 64), 10_000
-    all_reduce(torch.ones(numel), format="int4", group_size=64)
-    reset_bytes_sent()
-    for async_op in (False, True):
-        work = all_reduce(torch.ones(numel), format="int4", group_size=64, async_op=async_op)
-    work.wait()
-    shard = layout.round_up(math.ceil(numel / world), 64)
-    message = layout.round_up(shard // 2, 16) + layout.round_up(shard // 64 * 2, 16)
-    assert codec.message(shard).total_bytes == message
-    assert bytes_sent() == 2 * 2 * (world - 1) * message
-    reset_bytes_sent(dist.group.WORLD)
-    assert bytes_sent() == 0
-    all_reduce(torch.ones(0), format="int4", group_size=64)
-    assert bytes_sent() == (world - 1) * channel.RECORD_BYTES  # nothing but the comparison of a new call
-
-
-def test_bytes_sent(tmp_path: Path) -> None:
-    run_world(tmp_path, 3, check_bytes)
-
-
-def loopback_bytes() -> int:
-    """Bytes sent over the loopback device of this network namespace since it exists."""
-    line = next(
-        line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")
-    )
-    return int(line.split(":")[1].split()[8])
-
-
-def join_private_network(rank: int, world: int, directory: Path) -> None:
-    """Moves this thread to a network namespace that the ranks have to themselves, and the default group with it."""
-    dist.destroy_process_group()
-    libc, namespace = ctypes.CDLL(None, use_errno=True), directory / "namespace"
-    if rank == 0:
-        assert libc.unshare(0x40000000) == 0  # CLONE_NEWNET
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        namespace.symlink_to(f"/proc/{os.getpid()}/ns/net")
-    else:
-        while not namespace.is_symlink():
-            time.sleep(0.01)
-        with namespace.open() as handle:
-            assert libc.setns(handle.fileno(), 0) == 0
-    store = dist.FileStore(str(directory / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-
-
-def check_kernel_bytes(rank: int, world: int, directory: Path) -> None:
-    """What the kernel counts over all ranks is what they count, but for TCP's headers and Gloo's."""
-    join_private_network(rank, world, directory)
-    tensor = torch.randn(1_000_000)
-
-    def kernel_and_own_bytes(call: Callable[[], Any]) -> tuple[int, int]:
-        call()
-        dist.barrier()
-        reset_bytes_sent()
-        before = loopback_bytes()
-        dist.barrier()
-        call()
-        dist.barrier()
-        after = loopback_bytes()
-        dist.barrier()
-        return after - before, bytes_sent()
-
-    for format in ("int8", "int4"):
-        kernel, own = kernel_and_own_bytes(lambda: all_reduce(tensor, format=format))  # noqa: B023
-        assert kernel == pytest.approx(own * world, rel=0.02), format
-    kernel, _ = kernel_and_own_bytes(lambda: dist.all_reduce(tensor))
-    assert kernel == pytest.approx(plain_all_reduce_bytes(tensor.nbytes, world) * world, rel=0.02)
-
-
-def test_bytes_are_what_the_kernel_counts(tmp_path: Path) -> None:
-    trial = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
-    if not shutil.which("unshare") or subprocess.run(trial, capture_output=True).returncode:
-        pytest.skip("needs the right to make a network namespace, and ip")
-    run_world(tmp_path, 3, check_kernel_bytes, tmp_path)
-
-
-@pytest.mark.parametrize(("nbytes", "world", "expected"), [(1000, 1, 0), (1000, 2, 1000), (999, 4, 1499)])
-def test_plain_all_reduce_bytes(nbytes: int, world: int, expected: int) -> None:
-    assert plain_all_reduce_bytes(nbytes, world) == expected
-
-
 def check_device_transport(rank: int, world: int) -> None:
     """The exchange through the caller's own group, as it runs over NCCL, gives the same bits."""
     transport_used = []
@@ -543,7 +363,7 @@ def test_exchange_through_the_callers_group(tmp_path: Path) -> None:
 def check_world_of_one(rank: int, world: int) -> None:
     tensor = random_flat(90, 0, 1000, torch.float32)
     before = tensor.clone()
-    for op in functions.OPS:
+    for op in OPS:
         assert all_reduce(tensor, op) is None
         work = all_reduce(tensor, op, async_op=True)
         assert work.is_completed() and work.wait() and work.get_future().value()[0] is tensor

@@ -2,117 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import layout, ops
-from . import pipeline, segments, wire
-from .channel import Channel, channel_of, resolve_group
+from . import pipeline, wire
+from .call import Call, as_list, check_pairs
 from .feedback import ErrorFeedback
-from .pipeline import Exchange, Job
+from .pipeline import Job
 from .segments import Segment
 from .transport import Transport
 from .two_level import TwoLevel
 from .wire import Codec, Shards
 from .work import Work
 
-OPS = ("avg", "sum")
 # Tensors of fewer elements are not quantized unless asked: the message would be no faster.
 MIN_NUMEL = 1024
-
-# Words that set the noise of the two encodings of an exchange apart (docs/formats.md, "Seeds").
-PHASE_SEND = 0
-PHASE_REDUCED = 1
-
-
-class _Call:
-    """One call of a collective: its checked arguments, and what they say of every segment."""
-
-    def __init__(
-        self,
-        name: str,
-        tensors: list[Tensor],
-        group: dist.ProcessGroup | TwoLevel | None,
-        codec: Codec,
-        seed: int | Tensor | None,
-        op: str = "sum",
-        factor: float = 1.0,
-        min_numel: int = 0,
-        feedback: ErrorFeedback | None = None,
-    ) -> None:
-        self.name, self.tensors, self.codec, self.feedback = name, tensors, codec, feedback
-        codec.check(name)
-        if op not in OPS:
-            raise ValueError(f"{name}: op must be 'avg' or 'sum'; got {op!r}")
-        if not math.isfinite(factor):
-            raise ValueError(f"{name}: factor must be finite; got {factor}")
-        if min_numel < 0:
-            raise ValueError(f"{name}: min_numel must not be negative; got {min_numel}")
-        if len({tensor.device for tensor in tensors}) > 1:
-            devices = sorted({str(tensor.device) for tensor in tensors})
-            raise ValueError(f"{name}: tensors must be on one device; got {', '.join(devices)}")
-        self.min_numel = min_numel
-        if isinstance(seed, Tensor):
-            seed = seed.clone()  # its owner may change it before the exchange ends
-        self.seed = None if not tensors else ops.seed_tensor(name, codec.rounding, seed, tensors[0].device)
-        self.inner_codec: Codec | None = None
-        self.groups: Sequence[dist.ProcessGroup]
-        self.channel: Channel
-        if isinstance(group, TwoLevel):
-            self.inner_codec = Codec(group.inner_format, codec.group_size, codec.scale_dtype, codec.rounding)
-            self.groups, self.channel, self.world = group.groups, group.channel(), group.world
-        else:
-            group = resolve_group(name, group)
-            self.groups, self.channel, self.world = [group], channel_of(group), group.size()
-        self.factor = factor / self.world if op == "avg" else factor
-        numels = [tensor.numel() for tensor in tensors]
-        sizes = f"numel={numels[0]}" if len(numels) == 1 else _sizes(numels)
-        inside = "" if self.inner_codec is None else f"inside={self.inner_codec.format} "
-        self.record = (
-            f"{name} op={op} {sizes} {inside}{codec} factor={factor:g} min_numel={min_numel} "
-            f"feedback={feedback is not None}"
-        )
-
-    def deal(self, tensors: Sequence[Tensor]) -> list[Segment]:
-        return segments.deal(tensors, self.codec, self.min_numel)
-
-    def exchange(self, segment: Segment, rank: int, sent: int, owned: int) -> Exchange:
-        """How `segment` travels; `sent` and `owned` are the elements that this rank encodes of it."""
-        codec = segment.codec
-        seeds: list[Tensor | None] = [None, None]
-        if self.seed is not None:
-            for phase in (PHASE_SEND, PHASE_REDUCED):
-                words = (rank, phase) if segment.index == 0 else (rank, phase, segment.index)
-                seeds[phase] = wire.mix_seed(self.seed, *words)
-        residuals = None
-        if self.feedback is not None and not codec.is_plain:
-            key = f"{self.name}/{segment.index}/{segment.numel}"
-            residuals = self.feedback.of(key, rank, sent, owned, segment.tensors[0].device)
-        return Exchange(codec, self.factor, seeds[PHASE_SEND], seeds[PHASE_REDUCED], residuals)
-
-    def run(self, jobs: partial[Iterator[Job]], written: list[Tensor], async_op: bool) -> Work | None:
-        """Exchanges what `jobs(transports)` say; it writes `written`."""
-        for tensor in written:
-            if not tensor.is_inference():
-                # Not all writers mark the version; autograd must learn that a tensor it saved is overwritten.
-                torch.autograd.graph.increment_version(tensor)
-
-        def body(*transports: Transport) -> None:
-            self.channel.agree(transports, self.name, self.record)
-            pipeline.run(jobs(transports))
-
-        others = [t for t in self.tensors if all(t is not w for w in written)]
-        inputs = others if self.seed is None else [*others, self.seed]
-        if async_op:
-            return self.channel.run(self.name, body, written, self.groups, inputs)
-        self.channel.run_now(self.name, body, written, self.groups, inputs)
-        return None
 
 
 def all_reduce(
@@ -164,9 +74,9 @@ def all_reduce(
             `pipeline.CHUNK_ELEMENTS` some chunks may hold the result already.
     """
     name = "all_reduce"
-    tensors = _as_list(name, "tensor", tensor)
+    tensors = as_list(name, "tensor", tensor)
     codec = Codec(format, group_size, scale_dtype, rounding)
-    call = _Call(name, tensors, group, codec, seed, op, factor, min_numel, feedback)
+    call = Call(name, tensors, group, codec, seed, op, factor, min_numel, feedback)
     if call.world == 1 or not tensors:
         if factor != 1.0:
             for each in tensors:
@@ -175,7 +85,7 @@ def all_reduce(
     return call.run(partial(_all_reduce_jobs, call, call.deal(tensors)), tensors, async_op)
 
 
-def _all_reduce_jobs(call: _Call, dealt: list[Segment], transports: Sequence[Transport]) -> Iterator[Job]:
+def _all_reduce_jobs(call: Call, dealt: list[Segment], transports: Sequence[Transport]) -> Iterator[Job]:
     first, outer, size = transports[0], transports[-1], call.codec.group_size
     for segment in dealt:
         flat = segment.load()
@@ -203,7 +113,7 @@ def reduce_scatter(
     output: Tensor | Sequence[Tensor],
     input: Tensor | Sequence[Tensor],
     op: str = "avg",
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | TwoLevel | None = None,
     format: str = "int8",
     group_size: int = 128,
     scale_dtype: torch.dtype = torch.bfloat16,
@@ -224,16 +134,21 @@ def reduce_scatter(
         output: any shape and strides, n elements; or a sequence. float32, float16 or bfloat16.
         input: world x n elements, the r-th n of them for rank r; or a sequence, one for each output. May overlap
             `output` only in a synchronous call on a group of one.
+        group: of a `TwoLevel`, rank r is the place r % R in node r // R, for nodes of R ranks; not with `async_op`.
         min_numel: tensors whose output has fewer elements travel as float32.
         others: as for `all_reduce`.
 
     Returns, Raises: as for `all_reduce`.
     """
     name = "reduce_scatter"
-    outputs, inputs = _as_list(name, "output", output), _as_list(name, "input", input, written=False)
+    outputs, inputs = as_list(name, "output", output), as_list(name, "input", input, written=False)
     codec = Codec(format, group_size, scale_dtype, rounding)
-    call = _Call(name, [*outputs, *inputs], group, codec, seed, op, factor, min_numel, feedback)
-    _check_pairs(name, "input", inputs, "output", outputs, call.world)
+    call = Call(name, [*outputs, *inputs], group, codec, seed, op, factor, min_numel, feedback)
+    check_pairs(name, "input", inputs, "output", outputs, call.world)
+    if isinstance(group, TwoLevel):
+        _check_synchronous(name, async_op)
+        _two_level_reduce_scatter(call, group, outputs, inputs, seed)
+        return None
     if call.world == 1 or not outputs:
         for out, each in zip(outputs, inputs, strict=True):
             out.detach().copy_((each.detach() * factor).view(out.shape))
@@ -243,7 +158,7 @@ def reduce_scatter(
 
 
 def _reduce_scatter_jobs(
-    call: _Call, dealt: list[Segment], inputs: dict[int, Tensor], transports: Sequence[Transport]
+    call: Call, dealt: list[Segment], inputs: dict[int, Tensor], transports: Sequence[Transport]
 ) -> Iterator[Job]:
     (transport,), size = transports, call.codec.group_size
     world = transport.world
@@ -265,7 +180,7 @@ def _reduce_scatter_jobs(
 def all_gather(
     output: Tensor | Sequence[Tensor],
     input: Tensor | Sequence[Tensor],
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | TwoLevel | None = None,
     format: str = "int8",
     group_size: int = 128,
     scale_dtype: torch.dtype = torch.bfloat16,
@@ -283,16 +198,21 @@ def all_gather(
     Args:
         output: world x n elements, any shape and strides; or a sequence. float32, float16 or bfloat16.
         input: n elements; or a sequence, one for each output.
+        group: as for `reduce_scatter`.
         min_numel: inputs of fewer elements travel as float32.
         others: as for `all_reduce`.
 
     Returns, Raises: as for `all_reduce`.
     """
     name = "all_gather"
-    outputs, inputs = _as_list(name, "output", output), _as_list(name, "input", input, written=False)
+    outputs, inputs = as_list(name, "output", output), as_list(name, "input", input, written=False)
     codec = Codec(format, group_size, scale_dtype, rounding)
-    call = _Call(name, [*outputs, *inputs], group, codec, seed, min_numel=min_numel, feedback=feedback)
-    _check_pairs(name, "output", outputs, "input", inputs, call.world)
+    call = Call(name, [*outputs, *inputs], group, codec, seed, min_numel=min_numel, feedback=feedback)
+    check_pairs(name, "output", outputs, "input", inputs, call.world)
+    if isinstance(group, TwoLevel):
+        _check_synchronous(name, async_op)
+        _two_level_all_gather(call, group, outputs, inputs, seed)
+        return None
     if call.world == 1 or not outputs:
         for out, each in zip(outputs, inputs, strict=True):
             out.detach().copy_(each.detach().view(out.shape))
@@ -302,7 +222,7 @@ def all_gather(
 
 
 def _all_gather_jobs(
-    call: _Call, dealt: list[Segment], outputs: dict[int, Tensor], transports: Sequence[Transport]
+    call: Call, dealt: list[Segment], outputs: dict[int, Tensor], transports: Sequence[Transport]
 ) -> Iterator[Job]:
     (transport,), size = transports, call.codec.group_size
     world = transport.world
@@ -340,6 +260,49 @@ def _interleave(segment: Segment, inputs: list[Tensor], world: int) -> Tensor:
     return rows.view(-1)
 
 
+def _two_level_reduce_scatter(
+    call: Call, group: TwoLevel, outputs: list[Tensor], inputs: list[Tensor], seed: int | Tensor | None
+) -> None:
+    """One call inside the node, which sums what each of its ranks owns for all nodes, and one between nodes."""
+    nodes, ranks = group.outer.size(), group.inner.size()
+    by_place = [each.detach().reshape(nodes, ranks, -1).transpose(0, 1) for each in inputs]
+    sums = [torch.empty(nodes, each.shape[2], device=each.device) for each in by_place]
+    reduce_scatter(sums, by_place, "sum", group.inner, **_inside_node(call, group))
+    reduce_scatter(outputs, sums, "sum", group.outer, factor=call.factor, **_between_nodes(call, group, seed))
+
+
+def _two_level_all_gather(
+    call: Call, group: TwoLevel, outputs: list[Tensor], inputs: list[Tensor], seed: int | Tensor | None
+) -> None:
+    """One call between nodes, and one inside, which hands on what was decoded."""
+    nodes, ranks = group.outer.size(), group.inner.size()
+    mine = [torch.empty(nodes, each.numel(), device=each.device) for each in inputs]
+    all_gather(mine, inputs, group.outer, **_between_nodes(call, group, seed))
+    by_place = [torch.empty(ranks, *each.shape, device=each.device) for each in mine]
+    all_gather(by_place, mine, group.inner, **_inside_node(call, group))
+    for out, values in zip(outputs, by_place, strict=True):
+        out.detach().copy_(wire.saturated(values.transpose(0, 1).reshape(out.shape), out.dtype))
+
+
+def _inside_node(call: Call, group: TwoLevel) -> dict[str, Any]:
+    # Values that are not encoded between nodes are not encoded inside them either.
+    codec = call.codec if call.codec.is_plain else replace(call.codec, format=group.inner_format)
+    return {**vars(codec), "rounding": "nearest", "min_numel": call.min_numel}
+
+
+def _between_nodes(call: Call, group: TwoLevel, seed: int | Tensor | None) -> dict[str, Any]:
+    if (
+        call.seed is not None
+    ):  # ranks of a node have the same rank between nodes, and shall not share their noise
+        seed = wire.mix_seed(call.seed, group.inner.rank())
+    return {**vars(call.codec), "seed": seed, "min_numel": call.min_numel, "feedback": call.feedback}
+
+
+def _check_synchronous(op: str, async_op: bool) -> None:
+    if async_op:
+        raise ValueError(f"{op}: async_op must be False for a TwoLevel; got True")
+
+
 def setup(
     group: dist.ProcessGroup | TwoLevel | None = None,
     format: str = "int8",
@@ -358,7 +321,7 @@ def setup(
         Disagreement, RuntimeError: as for `all_reduce`.
     """
     codec = Codec(format, group_size, scale_dtype, rounding)
-    call = _Call("setup", [torch.empty(0, device=device)], group, codec, 0)
+    call = Call("setup", [torch.empty(0, device=device)], group, codec, 0)
     if call.world > 1:
         call.run(partial(_no_jobs), call.tensors, False)
 
@@ -375,56 +338,3 @@ def _finished(name: str, tensors: list[Tensor]) -> Work:
 
 def _by_id(keys: list[Tensor], values: list[Tensor]) -> dict[int, Tensor]:
     return {id(key): value for key, value in zip(keys, values, strict=True)}
-
-
-def _sizes(numels: list[int]) -> str:
-    total = zlib.crc32(",".join(map(str, numels)).encode())
-    return f"tensors={len(numels)} numel={sum(numels)} sizes_crc32={total:08x}"
-
-
-def _check_pairs(
-    op: str, large: str, larges: list[Tensor], small: str, smalls: list[Tensor], world: int
-) -> None:
-    if len(larges) != len(smalls):
-        raise ValueError(
-            f"{op}: {large} must have as many tensors as {small}, {len(smalls)}; got {len(larges)}"
-        )
-    for many, one in zip(larges, smalls, strict=True):
-        if many.numel() != world * one.numel():
-            raise ValueError(
-                f"{op}: {large} must have world x {small} = {world} x {one.numel()} elements; got {many.numel()}"
-            )
-
-
-def _as_list(
-    op: str, argument: str, tensor: Tensor | Sequence[Tensor], *, written: bool = True
-) -> list[Tensor]:
-    """The tensor, or those of a sequence, checked."""
-    if (
-        not isinstance(tensor, Tensor)
-        and isinstance(tensor, Sequence)
-        and all(isinstance(each, Tensor) for each in tensor)
-    ):
-        tensors = list(tensor)
-        if len({id(each) for each in tensors}) < len(tensors):
-            raise ValueError(f"{op}: {argument} must not hold a tensor twice")
-    else:
-        tensors = [tensor]  # type: ignore[list-item]
-    for each in tensors:
-        _check_tensor(op, argument, each, written)
-    return tensors
-
-
-def _check_tensor(op: str, argument: str, tensor: Tensor, written: bool) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{op}: {argument} must be a dense (strided) tensor; got layout {tensor.layout}")
-    layout.check_float_dtype(op, tensor.dtype, argument=f"{argument}'s dtype")
-    if written and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        raise ValueError(
-            f"{op}: {argument} must not overlap itself, since it is written in place; got shape "
-            f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-        )

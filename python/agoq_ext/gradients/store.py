@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..collectives import Codec, mix_seed
-from ..collectives.functions import PHASE_REDUCED, PHASE_SEND
+from ..collectives.call import PHASE_REDUCED, PHASE_SEND
 from . import checks, scaling, shards, state
 from .buckets import Bucket, Entry, make_buckets
 from .optimizers import check_optimizer, step_in_parts
