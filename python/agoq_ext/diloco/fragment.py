@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,3 +149,14 @@ class Fragment:
             self.residual.copy_(saved.get("residual", torch.zeros_like(self.residual)))
         flying = {name: tensor.to(exchange_device) for name, tensor in saved.get("flying", {}).items()}
         self.value, self.mean, self.left = (flying.get(name) for name in ("value", "mean", "left"))
+
+
+def names_digest(fragments: Sequence[Fragment]) -> str:
+    """Eight hexadecimal digits that differ where the names, the shapes or the order of parameters do."""
+    names = [
+        (name, tuple(local(p).shape))
+        for part in fragments
+        for name, p in zip(part.names, part.parameters, strict=True)
+    ]
+    sizes = [(len(part.names), part.numel) for part in fragments]
+    return f"{zlib.crc32(repr([sizes, names]).encode()):08x}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from ..collectives.channel import Channel, channel_of, resolve_group
 from ..collectives.transport import Transport, exchanges_on_device
 from . import schedule as schedules
 from .exchange import GATHER_UP_TO, mean_over_replicas
-from .fragment import Fragment, OuterOptimizer, local
+from .fragment import Fragment, OuterOptimizer, local, names_digest
 from .schedule import Fragments, Schedule
+from .transfers import Transfer, peak_bandwidth
 
 NAME = "StreamingDiLoCo"
 _MAX_TRANSFERS = 100_000
@@ -34,19 +34,6 @@ _MAX_TRANSFERS = 100_000
 def default_outer_optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
     """SGD with Nesterov momentum 0.9 and learning rate 0.4, the paper's at all scales."""
     return torch.optim.SGD(parameters, lr=0.4, momentum=0.9, nesterov=True)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One exchange as this replica saw it: when it began and ended (time.monotonic, seconds), and bytes sent.
-
-    `warmup`: of gradients, in the warm-up.
-    """
-
-    began: float
-    ended: float
-    sent: int
-    warmup: bool = False
 
 
 @dataclass
@@ -151,7 +138,12 @@ class StreamingDiLoCo:
         self._channel: Channel | None = None
         if self.replicas > 1 and self._group is not None:
             self._channel = channel_of(self._group)
-            self._agree(self._options(mixing, error_feedback))
+            plan = self.schedule
+            self._agree(
+                f"H={plan.sync_every} fragments={len(self.fragments)} (names {names_digest(self.fragments)}) "
+                f"overlap={plan.overlap} mixing={mixing:g} warmup={plan.warmup_steps} early={plan.early} "
+                f"{self._codec} feedback={error_feedback} gather={self._gather}"
+            )
             self._broadcast()
         factory = outer_optimizer or default_outer_optimizer
         for fragment in self.fragments:
@@ -164,21 +156,6 @@ class StreamingDiLoCo:
             inner_optimizer.register_step_pre_hook(self._before_inner_step)
 
     # --- set-up ---
-
-    def _options(self, mixing: float, error_feedback: bool) -> str:
-        plan = self.schedule
-        names = [
-            (name, tuple(local(p).shape))
-            for part in self.fragments
-            for name, p in zip(part.names, part.parameters, strict=True)
-        ]
-        digest = zlib.crc32(repr([(len(part.names), part.numel) for part in self.fragments] + names).encode())
-        return (
-            f"H={plan.sync_every} fragments={len(self.fragments)} (names {digest:08x}) overlap={plan.overlap} "
-            f"mixing={mixing:g} warmup={plan.warmup_steps} early={plan.early} format={self._codec.format} "
-            f"group_size={self._codec.group_size} scales={str(self._codec.scale_dtype)[6:]} "
-            f"feedback={error_feedback} gather={self._gather}"
-        )
 
     def _agree(self, options: str) -> None:
         assert self._channel is not None and self._group is not None
@@ -363,9 +340,7 @@ class StreamingDiLoCo:
 
         An exchange's bytes count as spread evenly over its duration.
         """
-        transfers = [t for t in self.transfers if not t.warmup]
-        edges = [t.began for t in transfers] + [t.ended - window for t in transfers]
-        return max((_sent_within(transfers, edge, edge + window) / window for edge in edges), default=0.0)
+        return peak_bandwidth(self.transfers, window)
 
     # --- saving ---
 
@@ -421,11 +396,3 @@ class StreamingDiLoCo:
 
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _sent_within(transfers: Sequence[Transfer], first: float, last: float) -> float:
-    total = 0.0
-    for t in transfers:
-        length = max(t.ended - t.began, 1e-9)
-        total += t.sent * max(0.0, min(t.ended, last) - max(t.began, first)) / length
-    return total
