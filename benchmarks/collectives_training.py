@@ -1,10 +1,10 @@
-"""Validation loss after DDP training with gradients exchanged in FP32, int8 and int4, on paired seeds.
+"""Validation loss after training with gradients exchanged in FP32, exchanged as codes, and stored as codes.
 
     python benchmarks/collectives_training.py [--seeds 0,1,2] [--steps 600] [--output benchmarks/results]
 
 A small LLaMA over the bytes of the standard library's sources, two Gloo ranks on this machine. Runs of one seed see the
 same initial weights and the same batches. Every finished run is written to collectives_training.json at once; runs that
-are there already are not repeated. Writes collectives_training.md too.
+are there already are not repeated. Writes collectives_training.md too. "fsdp2" reduce-scatters and all-gathers int8.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import os
 import statistics
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from agoq_ext import ddp
+from agoq_ext import GradientStore, ddp
+from agoq_ext.fsdp import quantize_comms
 from agoq_ext.training.config import TrainConfig
 from agoq_ext.training.data import load_corpus
 from agoq_ext.training.model import build_model, learning_rate, loss_inputs, make_optimizer
@@ -39,34 +43,58 @@ MODEL = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
 }
-# Options of the hook, and how far the validation loss may be from FP32's, as a share of it.
-VARIANTS: dict[str, tuple[dict[str, Any] | None, float]] = {
-    "fp32": (None, 0.0),
-    "int8": ({"format": "int8"}, 0.005),
-    "int4 + feedback": ({"format": "int4", "error_feedback": True}, 0.01),
-    "int4": ({"format": "int4"}, math.inf),
+# How, with which options, and how far the validation loss may be from FP32's, as a share of it.
+VARIANTS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "fp32": ("ddp", {}, 0.0),
+    "int8": ("ddp", {"format": "int8"}, 0.005),
+    "int4 + feedback": ("ddp", {"format": "int4", "error_feedback": True}, 0.01),
+    "int4": ("ddp", {"format": "int4"}, math.inf),
+    "store": ("store", {}, 0.005),
+    "store, sharded": ("store", {"sharded": True}, 0.005),
+    "fsdp2": ("fsdp2", {"reduce_scatter": "int8", "all_gather": "int8"}, 0.005),
 }
+ACCUMULATE = 2
 
 
 def train(rank: int, directory: str, variant: str, config: TrainConfig) -> None:
-    """One run; rank 0 writes its validation loss and a digest of the parameters of every rank."""
+    """One run; rank 0 writes its validation loss, after a check that the ranks' parameters are equal."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", WORLD)
+    store_file = dist.FileStore(f"{directory}/store", WORLD)
     limit = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
+    dist.init_process_group("gloo", store=store_file, rank=rank, world_size=WORLD, timeout=limit)
     corpus = load_corpus(())
     plain = build_model(config)
-    model = DistributedDataParallel(plain)
-    options, _ = VARIANTS[variant]
-    if options is not None:
-        ddp.register(model, **options)
-    optimizer = make_optimizer(model.parameters(), config)
+    how, options, _ = VARIANTS[variant]
+    model: Any = plain
+    store = None
+    if how == "store":
+        store = GradientStore(plain, **options)
+    elif how == "fsdp2":
+        for layer in plain.model.layers:
+            fully_shard(layer)
+        model = fully_shard(plain)
+        quantize_comms(model, **options)
+    else:
+        model = DistributedDataParallel(plain)
+        if options:
+            ddp.register(model, **options)
+    optimizer = make_optimizer(plain.parameters(), config)
+    if store is not None and store.sharded:
+        optimizer = torch.optim.AdamW(store.local(optimizer.param_groups))
     for step in range(config.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
-        first = step * config.sequences_per_step + rank * config.batch
-        batch = corpus.train_batch(first, config.batch, config.seq, config.seed)
-        model(**loss_inputs(*batch)).loss.backward()
+        for micro in range(ACCUMULATE):
+            first = ((step * ACCUMULATE + micro) * WORLD + rank) * config.batch
+            batch = corpus.train_batch(first, config.batch, config.seq, config.seed)
+            last = micro == ACCUMULATE - 1
+            if how == "fsdp2":
+                model.set_requires_gradient_sync(last)
+            with nullcontext() if last or how == "fsdp2" else (store or model).no_sync():
+                (model(**loss_inputs(*batch)).loss / ACCUMULATE).backward()
+        if store is not None:
+            store.step(optimizer, max_norm=1.0)
+            continue
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -74,8 +102,9 @@ def train(rank: int, directory: str, variant: str, config: TrainConfig) -> None:
     losses = []
     with torch.no_grad():
         for batch in corpus.validation_batches(config.seq, 1024, 64):
-            losses.append(plain(**loss_inputs(*batch)).loss.item())
-    total = torch.stack([p.detach().double().sum() for p in plain.parameters()]).sum().reshape(1)
+            losses.append(model(**loss_inputs(*batch)).loss.item())
+    parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in plain.parameters()]
+    total = torch.stack([p.detach().double().sum() for p in parameters]).sum().reshape(1)
     sums = [torch.empty(1, dtype=torch.float64) for _ in range(WORLD)]
     dist.all_gather(sums, total)
     assert all(torch.equal(each, total) for each in sums), "the ranks differ"
@@ -107,7 +136,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
         "| gradients | seeds | validation loss | against FP32 of the same seed, mean (worst) | required |",
         "|---|---:|---:|---:|---:|",
     ]
-    for variant, (_, limit) in VARIANTS.items():
+    for variant, (_, _, limit) in VARIANTS.items():
         seeds = [s for s in found.get(variant, {}) if s in found.get("fp32", {})]
         if not seeds:
             continue
