@@ -1,4 +1,4 @@
-"""The benchmarks over rate-limited links: their tables follow from the stored times, and say what a machine lacks."""
+"""The benchmarks over rate-limited links and of replicas: tables follow from what is stored; what a machine lacks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def test_stored_tables_follow_from_stored_times(monkeypatch: pytest.MonkeyPatch)
     link = load(monkeypatch, "diloco_link")
     stored = json.loads((results / "diloco_link.json").read_text())
     assert link.table(stored["results"]) == (results / "diloco_link.md").read_text()
+    runs = load(monkeypatch, "diloco_convergence")
+    assert runs.table(runs.rows(results / "diloco", 1500)) == (results / "diloco_convergence.md").read_text()
 
 
 def test_utilization_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
