@@ -168,6 +168,7 @@ def check_killed_peer(rank: int, world: int, directory: Path, phase: str, async_
 
 @pytest.mark.parametrize(("phase", "async_op"), [("before", False), ("before", True), ("reduce", True)])
 def test_a_killed_peer_is_an_error_on_all_others(tmp_path: Path, phase: str, async_op: bool) -> None:
+    """Nobody hangs (torchft#141, torchft#169)."""
     run_world(tmp_path, 3, check_killed_peer, tmp_path, phase, async_op, dying=[1])
 
 

@@ -98,6 +98,7 @@ def run_cases(rank: int, world: int, cases: list[Case]) -> tuple[list[str], list
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_all_reduce_equals_the_emulation_on_every_rank(tmp_path: Path, world: int) -> None:
+    """Also on the owner of a shard, which holds a more precise sum (b12x#44), and for sizes that no cut divides."""
     cases = make_cases(world)
     results = run_world(tmp_path, world, run_cases, cases)
     values = results[0][1]
@@ -183,6 +184,7 @@ def check_shapes(rank: int, world: int) -> None:
 
 
 def test_shapes_and_strides(tmp_path: Path) -> None:
+    """Scalars, three dimensions, sizes that neither W nor 2 W divides (torchft#203, DeepSpeed#5056)."""
     run_world(tmp_path, 3, check_shapes)
 
 
@@ -250,6 +252,7 @@ def check_order(rank: int, world: int) -> None:
 
 
 def test_calls_in_flight_match_in_issue_order(tmp_path: Path) -> None:
+    """A gradient must not be read before its exchange is over (DeepSpeed#5059, pytorch#49477: NaN or zero losses)."""
     run_world(tmp_path, 3, check_order)
 
 
@@ -374,6 +377,7 @@ def check_world_of_one(rank: int, world: int) -> None:
 
 
 def test_a_world_of_one_is_the_identity(tmp_path: Path) -> None:
+    """A lone peer trains with its own gradients, not with zeros (hivemind#447)."""
     run_world(tmp_path, 1, check_world_of_one)
 
 

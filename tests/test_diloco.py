@@ -376,6 +376,7 @@ def check_disagreement(rank: int, world: int) -> None:
 
 
 def test_replicas_that_disagree(tmp_path: Path) -> None:
+    """On the order of fragments too, which would exchange one's values for another's or wait forever (torchft#206)."""
     run_world(tmp_path, 2, check_disagreement)
 
 

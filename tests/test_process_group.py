@@ -148,6 +148,10 @@ def check_plain_functions(rank: int, world: int, directory: Path) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_functions(tmp_path: Path, world: int) -> None:
+    """Among them what Gloo refuses: AVG, bfloat16 (pytorch#111131), lists to all (pytorch#88245; ours need none).
+
+    And a SUM is not scaled (torchft#286).
+    """
     run_world(tmp_path, world, check_plain_functions, tmp_path)
 
 
@@ -310,6 +314,29 @@ def test_trainers(tmp_path: Path) -> None:
     assert all(result == results[0] for result in results)
 
 
+def check_average(rank: int, world: int, directory: Path) -> None:
+    def gradients(wrap: bool) -> list[Tensor]:
+        model = make_network()
+        if wrap:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        losses = [step_loss(model, 0, r) for r in ([rank] if wrap else range(world))]
+        (sum(losses) / len(losses)).backward()
+        grads = [p.grad for p in model.parameters()]
+        return [g.full_tensor() if wrap else g for g in grads]
+
+    expected = gradients(False)
+    for name, options in (("exact", Options(min_bytes=2**30)), ("int8", Options(min_bytes=0))):
+        start(rank, world, directory, f"average-{name}", options)
+        for found, exact in zip(gradients(True), expected, strict=True):
+            limit = 1e-5 if name == "exact" else 0.03
+            assert (found - exact).norm() < limit * exact.norm(), name
+
+
+def test_fsdp2_averages(tmp_path: Path) -> None:
+    """Gradients, not losses: under AdamW nobody sees that AVG on Gloo has summed (pytorch#162338)."""
+    run_world(tmp_path, 2, check_average, tmp_path)
+
+
 def check_functional(rank: int, world: int, directory: Path) -> None:
     start(rank, world, directory, "functional")
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
@@ -343,6 +370,7 @@ def check_functional(rank: int, world: int, directory: Path) -> None:
 
 
 def test_functional_collectives_meshes_and_new_groups(tmp_path: Path) -> None:
+    """Compiled ones give the bits of eager ones (ColossalAI#6025, pytorch#109774)."""
     run_world(tmp_path, 4, check_functional, tmp_path, timeout=100)
 
 
