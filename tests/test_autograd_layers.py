@@ -142,8 +142,8 @@ def test_an_output_that_nobody_reads():
 
 def test_wrong_arguments_are_named():
     x = tensor(4, 64, seed=0)
-    with pytest.raises(ValueError, match="activation must be one of gelu, .*; got 'relu'"):
-        agoq.activation_linear(x, tensor(8, 64, seed=1), activation="relu")
+    with pytest.raises(ValueError, match="activation must be one of gelu, .*; got 'tanh'"):
+        agoq.activation_linear(x, tensor(8, 64, seed=1), activation="tanh")
     with pytest.raises(ValueError, match=r"layer_norm: bias must have shape \(64,\); got \(63,\)"):
         agoq.layer_norm(x, None, tensor(63, seed=1))
     with pytest.raises(ValueError, match="weights must hold at least one weight"):

@@ -7,7 +7,7 @@ its place:
     projections   y_i = n w_i^T + b_i      dn = sum_i dy_i w_i  dw_i = dy_i^T n(x'), then as layer norm
     activation    y = f(u) w^T + b         dh = dy w            dw = dy^T f(u'), du = dh f'(u')
 
-f is one of `ACTIVATIONS`: GELU, its two ways of writing the tanh approximation, and SiLU.
+f is one of `ACTIVATIONS`: GELU, its two ways of writing the tanh approximation, SiLU and ReLU.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
     ),
     "gelu_new": (_gelu_new, lambda dh, u: _aten.gelu_backward(dh, u, approximate="tanh")),
     "silu": (F.silu, _aten.silu_backward),
+    "relu": (F.relu, lambda dh, u: _aten.threshold_backward(dh, u, 0)),
 }
 
 

@@ -31,8 +31,8 @@ class BlockMap:
     """How a block's modules read each other; names are relative to the block, such as "mlp.up".
 
     Attributes:
-        norms: by LayerNorm, the linear layers that read its output and nobody else does; () where others do, the
-            residual stream say.
+        norms: by LayerNorm or nn.RMSNorm, the linear layers that read its output and nobody else does; () where others
+            do, the residual stream say.
         activations: by activation module (GELU or SiLU), the linear layer that alone reads its output.
         linears: by linear layer, the kind of `ActivationPolicy` that its input is, for those that read neither.
         attention: (module, output projection inside it) of an attention that calls transformers' interface.
@@ -105,8 +105,8 @@ class Linear(Reader, nn.Linear):
     original = nn.Linear
 
 
-class LayerNorm(Swapped, nn.LayerNorm):
-    """A LayerNorm that keeps its input quantized and, where it can, computes the projections of its output.
+class Norm(Swapped):
+    """A norm that keeps its input quantized and, where it can, computes the projections of its output.
 
     Attributes:
         agoq_format: how the input is kept.
@@ -115,29 +115,68 @@ class LayerNorm(Swapped, nn.LayerNorm):
         agoq_names: their keys in `Projected.outputs`.
     """
 
-    original = nn.LayerNorm
     agoq_format: TensorFormat
     agoq_readers: tuple[tuple[nn.Module, str], ...]
     agoq_path: tuple[nn.Module, ...]
     agoq_names: tuple[str, ...]
 
     def forward(self, input: Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            return super().forward(input)
-        keywords = self.agoq_format.keywords()
+        this: Any = self
+        if not torch.is_grad_enabled() or not self._is_exact(input):
+            return super().forward(input)  # type: ignore[misc]
         readers: list[Any] = [getattr(parent, name) for parent, name in self.agoq_readers]
-        if not readers or not _is_open(self, self.agoq_path, readers):
-            return agoq.layer_norm(input, self.weight, self.bias, self.eps, **keywords)
-        outputs = agoq.layer_norm_linear(
-            input,
-            self.weight,
-            self.bias,
-            self.eps,
-            [matrix(r) for r in readers],
-            [r.bias for r in readers],
-            **keywords,
-        )
+        if not readers or not _is_open(this, self.agoq_path, readers):
+            return self._norm(input)
+        outputs = self._projections(input, [matrix(r) for r in readers], [r.bias for r in readers])
         return Projected(input.shape, dict(zip(self.agoq_names, outputs, strict=True)))
+
+    def _is_exact(self, input: Tensor) -> bool:
+        """Whether this package's function gives the bits of the module's own."""
+        return True
+
+    def _norm(self, input: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _projections(
+        self, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+
+class LayerNorm(Norm, nn.LayerNorm):
+    """`Norm` of nn.LayerNorm."""
+
+    original = nn.LayerNorm
+
+    def _norm(self, input: Tensor) -> Tensor:
+        return agoq.layer_norm(input, self.weight, self.bias, self.eps, **self.agoq_format.keywords())
+
+    def _projections(
+        self, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        keywords = self.agoq_format.keywords()
+        return agoq.layer_norm_linear(input, self.weight, self.bias, self.eps, weights, biases, **keywords)
+
+
+class RMSNorm(Norm, nn.RMSNorm):
+    """`Norm` of nn.RMSNorm, for FP32 inputs: PyTorch rounds narrower ones elsewhere than Llama's norm does."""
+
+    original = nn.RMSNorm
+
+    def _is_exact(self, input: Tensor) -> bool:
+        return input.dtype == torch.float32 and self.weight is not None and self.weight.dtype == torch.float32
+
+    def _epsilon(self, input: Tensor) -> float:
+        return torch.finfo(input.dtype).eps if self.eps is None else self.eps
+
+    def _norm(self, input: Tensor) -> Tensor:
+        return agoq.rms_norm(input, self.weight, self._epsilon(input), **self.agoq_format.keywords())
+
+    def _projections(
+        self, input: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        keywords = self.agoq_format.keywords()
+        return agoq.rms_norm_linear(input, self.weight, self._epsilon(input), weights, biases, **keywords)
 
 
 class Activation(Swapped):
@@ -195,12 +234,14 @@ def function_of(module: nn.Module) -> str | None:
 
 
 def stand_in(original: type[nn.Module]) -> Any:
-    """The class that stands in for a linear layer, LayerNorm, activation or GPT-2's attention; None for another."""
+    """The class that stands in for a linear layer, norm, activation or GPT-2's attention; None for another."""
     place = f"{original.__module__}.{original.__qualname__}"
     if original is nn.Linear:
         return Linear
     if original is nn.LayerNorm:
         return LayerNorm
+    if original is nn.RMSNorm:
+        return RMSNorm
     return next((getattr(sys.modules[__name__], n) for n, p in _ORIGINALS.items() if p == place), None)
 
 

@@ -11,9 +11,12 @@ from torch import nn
 from .blocks import BlockMap, known_blocks
 from .conversion import ConversionReport, full_name, is_exactly, join, swap
 from .convert_blocks import convert_attention, convert_block
+from .encoder import convert_encoder_layer
 from .policy import ActivationPolicy, resolve_policy
 
-_SUPPORTED = "Llama, Mistral, Qwen2, Qwen3 or GPT-2 model of transformers"
+_SUPPORTED = (
+    "Llama, Mistral, Qwen2, Qwen3 or GPT-2 model of transformers or a torch.nn.TransformerEncoderLayer"
+)
 
 
 def compress_activations(
@@ -29,7 +32,8 @@ def compress_activations(
     `torch.no_grad()` run as before. docs/activations.md says what is kept.
 
     Args:
-        model: a Llama, Mistral, Qwen2, Qwen3 or GPT-2 model of transformers, or a module that contains one.
+        model: a Llama, Mistral, Qwen2, Qwen3 or GPT-2 model of transformers, nn.TransformerEncoderLayer, or a module
+            that contains one.
         policy: "agoq", "paper", "lean", "off" or an ActivationPolicy.
         blocks: for other models, how the modules of each block class read each other.
         chunked_loss: in training a causal LM that is called with labels computes its loss in blocks of the vocabulary
@@ -43,7 +47,8 @@ def compress_activations(
     policy = resolve_policy("compress_activations", policy)
     families = _families()
     maps = {**known_blocks(), **(blocks or {})}
-    if not any(_named(model, cls) for cls in (*(f.layer for f in families), *maps)):
+    known = (*(f.layer for f in families), *maps, nn.TransformerEncoderLayer)
+    if not any(_named(model, cls) for cls in known):
         raise TypeError(
             f"compress_activations: model must be a {_SUPPORTED}, or contain one, or `blocks` must map its "
             f"blocks; got {type(model).__name__}"
@@ -71,6 +76,9 @@ def compress_activations(
     for cls, block_map in maps.items():
         for name, block in _named(model, cls).items():
             convert_block(report, name, block, block_map)
+    for name, encoder_layer in _named(model, nn.TransformerEncoderLayer).items():
+        if not isinstance(encoder_layer, tuple(maps)):
+            convert_encoder_layer(report, name, encoder_layer)
     return report
 
 

@@ -70,9 +70,9 @@ def _convert_norm(
     stored = report.stored("norm_input", full, module)
     if stored is None:
         return
-    if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1:
+    if type(module) not in (nn.LayerNorm, nn.RMSNorm) or len(vars(module)["normalized_shape"]) != 1:
         report.skipped[full] = (
-            f"must be a LayerNorm over the last dimension; it is a {full_name(type(module))}"
+            f"must be a LayerNorm or nn.RMSNorm over the last dimension; it is a {full_name(type(module))}"
         )
         return
     if not all(_make_reader(report, join(name, r), block.get_submodule(r)) for r in readers):
@@ -81,7 +81,7 @@ def _convert_norm(
         vars(block.get_submodule(reader)).update(agoq_name=reader)
     swap(
         module,
-        blocks.LayerNorm,
+        blocks.stand_in(type(module)),
         agoq_format=stored,
         agoq_readers=tuple(_parent_and_name(block, r) for r in readers),
         agoq_path=tuple({id(m): m for r in readers for m in _between(block, norm, r)}.values()),

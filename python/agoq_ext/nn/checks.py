@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import layout
 from ..autograd import Codec
@@ -28,6 +29,11 @@ def codec_of(
 def check_tensor(op: str, argument: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {argument} must be a torch.Tensor; got {type(x).__name__}")
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"{op}: {argument} must be a plain tensor; got a DTensor with placements {x.placements}. Parameters that "
+            "tensor parallelism has sharded are not supported: restore(model), or use compress_saved_tensors"
+        )
     if x.dim() == 0:
         raise ValueError(f"{op}: {argument} must have at least one dimension; got a scalar")
 

@@ -93,7 +93,8 @@ def activation_linear(
 
     Args:
         x: [..., in]. weight: [out, in]. bias: [out] or None.
-        activation: "gelu", "gelu_tanh", "gelu_new" (the same as transformers writes it out) or "silu".
+        activation: "gelu", "gelu_tanh", "gelu_new" (the same as transformers writes it out), "silu" or "relu" (whose
+            gradient follows the sign of the decoded x: zero where x was rounded to zero).
 
     Returns:
         [..., out].
