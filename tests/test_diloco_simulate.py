@@ -54,7 +54,7 @@ def test_one_layer_by_hand() -> None:
 def test_bits_by_replicas() -> None:
     assert wire_bits(SMALL, "data parallel") == 16  # 2 (M - 1) / M
     assert wire_bits(replace(SMALL, replicas=8), "DiLoCo") == 28
-    assert wire_bits(replace(SMALL, replicas=4), "+ 4-bit") == pytest.approx(3 * 4.125)
+    assert wire_bits(replace(SMALL, replicas=3), "+ 4-bit") == pytest.approx(2 * 4.125)
     assert wire_bits(replace(SMALL, replicas=8), "+ 4-bit") == pytest.approx(7 / 8 * (4.125 + 8.125))
     assert utilization(replace(SMALL, replicas=1), "data parallel", 0.1) == 1.0
 

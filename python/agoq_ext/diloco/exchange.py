@@ -12,9 +12,9 @@ from ..collectives import wire
 from ..collectives.transport import Transport
 from ..collectives.wire import Codec, Shards
 
-# Up to this many replicas every rank receives every outer gradient: W - 1 messages of 4 bits an element. From three
-# on an all-to-all with an int8 return sends fewer bytes, but rounds twice.
-GATHER_UP_TO = 4
+# Up to this many replicas every rank receives every outer gradient: W - 1 messages of 4 bits an element. From four on
+# an all-to-all with an int8 return, which rounds twice, sends a quarter less or better: 9.2 bits instead of 12.4.
+GATHER_UP_TO = 3
 RETURN_FORMAT = "int8"
 
 

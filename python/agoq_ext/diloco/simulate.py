@@ -20,7 +20,7 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 # Bandwidths in Gbit/s: 50 logarithmic points from 0.1 to 1000, the paper's grid.
 GRID = tuple(10 ** (-1 + 4 * i / 49) for i in range(50))
 # Up to this many replicas gather once-encoded outer gradients; more of them all-to-all and return 8 bits.
-GATHER_UP_TO = 4
+GATHER_UP_TO = 3
 
 
 @dataclass(frozen=True)
