@@ -60,7 +60,7 @@ def train(rank: int, directory: str, variant: str, config: TrainConfig) -> None:
     """One run; rank 0 writes its validation loss, after a check that the ranks' parameters are equal."""
     torch.set_num_threads(1)
     store_file = dist.FileStore(f"{directory}/store", WORLD)
-    limit = datetime.timedelta(seconds=120)
+    limit = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=store_file, rank=rank, world_size=WORLD, timeout=limit)
     corpus = load_corpus(())
     plain = build_model(config)
