@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -285,13 +286,20 @@ def check_future(rank: int, world: int) -> None:
             return str(error)
         return "no error"
 
-    refused = all_reduce(torch.ones(8), async_op=True).get_future().then(wait_inside)
-    work = all_reduce(torch.ones(8), async_op=True)
-    refused.wait()
-    work.wait()
-    # Either the callback ran on the worker and was refused, or the work was over before `then` and it ran here.
-    refusal = "all_reduce: a callback must not wait for a later collective on the same group"
-    assert refused.value() in (refusal, "no error")
+    encode, attached = wire.encode, threading.Event()
+
+    def held(*args: Any) -> None:
+        attached.wait(10)  # a callback attached to a work that is over would run here, not on the worker
+        encode(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "encode", held)
+        refused = all_reduce(torch.ones(8), async_op=True).get_future().then(wait_inside)
+        attached.set()
+        work = all_reduce(torch.ones(8), async_op=True)
+        refused.wait()
+        work.wait()
+    assert refused.value() == "all_reduce: a callback must not wait for a later collective on the same group"
 
 
 def test_futures(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def all_reduce(
         ValueError, TypeError: an argument is not one of the above. Nothing has been sent.
         Disagreement: the ranks do not make the same call. (From `wait()` if `async_op`, as the next.)
         RuntimeError: a peer has died, or has not answered within the group's timeout. Of a tensor of more than
-            `pipeline.CHUNK_ELEMENTS` some chunks may hold the result already.
+            one chunk (docs/collectives.md) some chunks may hold the result already.
     """
     name = "all_reduce"
     tensors = as_list(name, "tensor", tensor)
@@ -95,7 +95,7 @@ def _all_reduce_jobs(call: Call, dealt: list[Segment], transports: Sequence[Tran
         rank = outer.rank * first.world + first.rank if two else first.rank
         exchange = call.exchange(segment, rank, own if two else segment.numel, own)
         inside = call.inner_codec if not segment.codec.is_plain else segment.codec
-        chunks = list(cut.chunks(pipeline.chunk_width(first.world, size)))
+        chunks = list(cut.chunks(pipeline.chunk_width(first.world, segment.codec)))
         for chunk in chunks:
             if inside is None or not two:
                 job = pipeline.all_reduce_chunk(first, flat, chunk, exchange)
@@ -171,7 +171,7 @@ def _reduce_scatter_jobs(
             share = share.float()
         exchange = call.exchange(segment, transport.rank, flat.numel(), 0)
         cut = Shards.of_length(flat.numel(), world, segment.numel)
-        chunks = list(cut.chunks(pipeline.chunk_width(world, size)))
+        chunks = list(cut.chunks(pipeline.chunk_width(world, segment.codec)))
         for chunk in chunks:
             job = pipeline.reduce_scatter_chunk(transport, flat, share, chunk, exchange)
             yield _then_store(job, segment, share) if chunk is chunks[-1] else job
@@ -233,7 +233,7 @@ def _all_gather_jobs(
         flat = own[0].detach().view(-1) if direct else torch.empty(world * segment.numel, device=part.device)
         exchange = call.exchange(segment, transport.rank, segment.numel, 0)
         cut = Shards.of_length(flat.numel(), world, segment.numel)
-        chunks = list(cut.chunks(pipeline.chunk_width(world, size)))
+        chunks = list(cut.chunks(pipeline.chunk_width(world, segment.codec)))
         for chunk in chunks:
             job = pipeline.all_gather_chunk(transport, part, flat, chunk, exchange)
             yield _then_spread(job, segment, own, flat) if chunk is chunks[-1] and not direct else job

@@ -105,7 +105,7 @@ class Bucket:
         """Makes the memory, which decodes to zeros."""
         codec = self.codec
         cut = Shards.cut(self.numel, world, codec.group_size)
-        chunks = list(cut.chunks(pipeline.chunk_width(world, codec.group_size)))
+        chunks = list(cut.chunks(pipeline.chunk_width(world, codec)))
         sizes = [world * wire.slot_bytes(chunk, codec) for chunk in chunks]
         zero, bits = layout.FORMATS[codec.format].zero_code, layout.FORMATS[codec.format].bits
         pattern = zero if bits == 8 else zero | zero << 4

@@ -56,7 +56,7 @@ class GradientStore:
     buffers.
 
     Memory: 1 byte and 1/64 for each parameter (int8, groups of 128), one gradient at a time, and while buckets are
-    exchanged up to five chunks of 2^20 elements more, or the largest bucket's.
+    exchanged up to five chunks (docs/collectives.md) more, or the largest bucket's.
 
     Args:
         model: dense float32, float16 or bfloat16 parameters, on one device. Frozen ones are left out, tied ones are
