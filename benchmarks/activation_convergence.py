@@ -6,7 +6,8 @@
 Runs of one seed see the same initial weights and the same windows, so that a gap between two policies is paired. One
 JSON file a run; a run whose file is there is not repeated, so the command can be stopped and started again. A policy is
 a name, "uniform4" (NF4 in groups of 64 for every kind), or a file that ActivationPolicy.to_json wrote. The text is
-that of `agoq train`: by default the sources of Python's standard library, as bytes. The last lines are the table.
+that of `agoq train`: by default the sources of Python's standard library, as bytes. The last lines are the table;
+where every run is there, it and a plot of the gaps over the steps are written beside the runs' folder.
 """
 
 from __future__ import annotations
@@ -121,6 +122,38 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """The gap to "off" of the same seed over the steps: the mean as a line, the seeds as a band."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    exact = {r["seed"]: [loss for _, loss in r["validation"]] for r in results if r["policy"] == "off"}
+    colours = {"agoq": "#0f766e", "lean": "#2563eb", "paper": "#b45309", "uniform4": "#9f1239"}
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for policy in dict.fromkeys(r["policy"] for r in results if r["policy"] != "off"):
+        mine = [r for r in results if r["policy"] == policy and r["seed"] in exact]
+        steps = [step for step, _ in mine[0]["validation"]]
+        gaps = [
+            [100 * (loss / e - 1) for (_, loss), e in zip(r["validation"], exact[r["seed"]], strict=True)]
+            for r in mine
+        ]
+        means = [statistics.fmean(column) for column in zip(*gaps, strict=True)]
+        colour = colours.get(policy)
+        lows, highs = zip(*((min(c), max(c)) for c in zip(*gaps, strict=True)), strict=True)
+        axes.fill_between(steps, lows, highs, color=colour, alpha=0.1, linewidth=0)
+        axes.plot(steps, means, color=colour, label=f"{policy}: {means[-1]:+.2f} % at the end")
+    axes.axhline(0, color="#6b7280", linewidth=0.8)
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss against uncompressed, %")
+    axes.set_title("Mean and range over paired seeds", loc="left", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", nargs="+", default=["off", "paper", "agoq", "lean", "uniform4"])
@@ -147,6 +180,9 @@ def main() -> None:
                 partial.rename(path)
             results.append(json.loads(path.read_text()))
     print(table(results))
+    if {"off", *args.policies} == set(args.policies):
+        args.out.with_suffix(".md").write_text(table(results) + "\n")
+        draw(results, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
