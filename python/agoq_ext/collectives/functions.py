@@ -160,7 +160,7 @@ def reduce_scatter(
 def _reduce_scatter_jobs(
     call: Call, dealt: list[Segment], inputs: dict[int, Tensor], transports: Sequence[Transport]
 ) -> Iterator[Job]:
-    (transport,), size = transports, call.codec.group_size
+    (transport,) = transports
     world = transport.world
     for segment in dealt:
         own = [inputs[id(out)] for out in segment.tensors]
@@ -224,7 +224,7 @@ def all_gather(
 def _all_gather_jobs(
     call: Call, dealt: list[Segment], outputs: dict[int, Tensor], transports: Sequence[Transport]
 ) -> Iterator[Job]:
-    (transport,), size = transports, call.codec.group_size
+    (transport,) = transports
     world = transport.world
     for segment in dealt:
         own = [outputs[id(part)] for part in segment.tensors]

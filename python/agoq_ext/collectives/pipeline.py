@@ -18,9 +18,9 @@ from . import feedback, wire
 from .transport import Pending, Transport
 from .wire import Codec, Shards
 
-# Elements of a chunk, all shards together, of less than 8 bits each; half as many of longer ones. So messages have about
-# half a megabyte: on slow links longer ones were up to 4 % slower, on fast ones shorter ones are. A multiple of every
-# group size.
+# Elements of a chunk, all shards together, of less than 8 bits each; half as many of longer ones. So messages have
+# about half a megabyte: on slow links longer ones were up to 4 % slower, on fast ones shorter ones are. A multiple of
+# every group size.
 CHUNK_ELEMENTS = 2**20
 # Chunks that are issued after a chunk before its exchange is waited for. Two keep the wire busy through the time that a
 # busy machine takes to wake a thread; 2 LAG + 1 chunks are in flight at most.
