@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peak_memory
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -90,15 +91,6 @@ class Layers(nn.Module):
             agoq_ext.compress_activations(self, way)
 
 
-def high_water() -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def step(model: Layers, x: Tensor) -> float:
     """Forward and backward; seconds."""
     began = time.perf_counter()
@@ -111,10 +103,9 @@ def measure_peak(args: argparse.Namespace) -> None:
     model, x = Layers(args.layers, args.hidden), inputs(args)
     model.set_way(args.peak_of)
     step(model, x)
-    before = resident()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = peak_memory.begin()
     step(model, x)
-    print(high_water() - before)
+    print(peak_memory.high_water() - before)
 
 
 def inputs(args: argparse.Namespace) -> Tensor:

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import peak_memory
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,22 +34,12 @@ MIB = 2**20
 WAYS = ("store", "store, sharded", "FP32 .grad, DDP", "FP32 .grad, DDP, bucket views", "BF16 model, DDP")
 
 
-def high_water() -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def train(way: str, layers: int, width: int) -> int:
     """Trains for three steps; how many bytes their peak is above what was resident before."""
     dtype = torch.bfloat16 if way.startswith("BF16") else torch.float32
     model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(layers)))
     x = torch.ones(2, width, dtype=dtype)
-    before = resident()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = peak_memory.begin()
     store = None
     parameters = model.parameters()
     if way.startswith("store"):
@@ -67,7 +58,7 @@ def train(way: str, layers: int, width: int) -> int:
         else:
             optimizer.step()
             optimizer.zero_grad()
-    return high_water() - before
+    return peak_memory.high_water() - before
 
 
 def measure(rank: int, directory: str, way: str, layers: int, width: int) -> None:
