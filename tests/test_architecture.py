@@ -67,6 +67,7 @@ MODULES_USED = {
     "gradients": BASE | COLLECTIVES,
     "diloco": BASE | COLLECTIVES,
     "plan": BASE | {"layout", "activation", "head", "pipeline"},
+    "jit": BASE,
     "info": BASE | {"_native", "layout", "ops"},
     "training": BASE | AUTOGRAD | COLLECTIVES | {"activation", "ddp", "gradients", "diloco", "fsdp", "info"},
     "cli": BASE | {"diloco", "info", "plan", "training"},

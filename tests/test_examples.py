@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "common.py")
-NEEDS = {"lora.py": "peft", "trainer.py": "accelerate"}
+NEEDS = {"lora.py": "peft", "trainer.py": "accelerate", "cuda_kernel.py": "cupy"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -36,7 +36,7 @@ def test_runs(script: str) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "loss" in done.stdout
+    assert "loss" in done.stdout or "machine code" in done.stdout
 
 
 def test_the_table_lists_every_example() -> None:

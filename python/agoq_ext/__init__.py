@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import collectives, ddp, nn, pipeline
+from . import collectives, ddp, jit, nn, pipeline
 from ._version import __version__
 from .activation import (
     ActivationPolicy,
@@ -20,6 +20,7 @@ from .activation import (
 from .collectives import ErrorFeedback, TwoLevel, all_gather, all_reduce, reduce_scatter
 from .diloco import StreamingDiLoCo
 from .gradients import GradientStore
+from .jit import get_include
 from .tensor import QuantizedTensor, dequantize, quantize
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "compress_saved_tensors",
     "ddp",
     "dequantize",
+    "get_include",
+    "jit",
     "nn",
     "pipeline",
     "quantize",

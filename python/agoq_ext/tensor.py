@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,10 @@ class QuantizedTensor:
         return self.packed.device
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, `dtype` (default: the original dtype) of `shape`."""
+        """The values, `dtype` (default: the original dtype) of `shape`.
+
+        A tensor that CuPy and NumPy read without a copy, e.g. `numpy.from_dlpack(q.dequantize(torch.float32))`.
+        """
         _, cols = layout.as_rows(self.shape)
         out = ops.dequantize(
             self.packed, self.scales, cols, self.format, self.group_size, dtype or self.dtype
@@ -67,7 +71,7 @@ torch.serialization.add_safe_globals([QuantizedTensor])
 
 
 def quantize(
-    x: Tensor,
+    x: Any,
     format: str = "int4",
     group_size: int = 128,
     scale_dtype: torch.dtype = torch.bfloat16,
@@ -78,7 +82,8 @@ def quantize(
     """Quantizes `x` in groups along its last dimension.
 
     Args:
-        x: float32, float16 or bfloat16, any shape and strides.
+        x: float32, float16 or bfloat16, any shape and strides: a tensor, or an array that DLPack or
+            `__cuda_array_interface__` describes (NumPy, CuPy), which is read where it lies.
         format: int8, int6, int5, int4, uint4, nf4, fp4_e2m1, fp4_e3m0, fp8_e4m3 or fp8_e5m2.
         group_size: 32, 64, 128 or 256 elements that share one scale.
         scale_dtype: torch.bfloat16 or torch.float32.
@@ -93,6 +98,7 @@ def quantize(
         ValueError, TypeError: an argument is not one of the above.
     """
     _check_layout("quantize", layout)
+    x = _as_tensor("quantize", x)
     packed, scales = ops.quantize(x, format, group_size, scale_dtype, rounding, seed)
     return QuantizedTensor(packed, scales, x.shape, x.dtype, format, group_size, layout)
 
@@ -102,6 +108,20 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"dequantize: q must be a QuantizedTensor; got {type(q).__name__}")
     return q.dequantize(dtype)
+
+
+def _as_tensor(op: str, x: Any) -> Tensor:
+    """`x` as a tensor over the same memory."""
+    if isinstance(x, Tensor):
+        return x
+    if hasattr(x, "__cuda_array_interface__"):
+        return torch.as_tensor(x)
+    if hasattr(x, "__array_interface__") or hasattr(x, "__dlpack__"):
+        try:
+            return torch.from_dlpack(x)
+        except (BufferError, RuntimeError):  # a read-only array, say
+            return torch.as_tensor(x)
+    raise TypeError(f"{op}: x must be a torch.Tensor or an array with DLPack; got {type(x).__name__}")
 
 
 def _check_layout(op: str, name: str) -> None:
