@@ -487,7 +487,10 @@ def test_value_errors(call, message: str) -> None:
             lambda: agoq_ext.quantize(X.double()),
             "quantize: x's dtype must be float32, float16 or bfloat16; got torch.float64",
         ),
-        (lambda: agoq_ext.quantize([1.0]), "quantize: x must be a torch.Tensor or an array with DLPack; got list"),
+        (
+            lambda: agoq_ext.quantize([1.0]),
+            "quantize: x must be a torch.Tensor or an array with DLPack; got list",
+        ),
         (lambda: agoq_ext.quantize(X.to_sparse()), "quantize: x must be a dense"),
         (lambda: agoq_ext.dequantize(X), "dequantize: q must be a QuantizedTensor; got Tensor"),
         (
