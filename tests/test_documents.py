@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ assert cli.main(["train", "--out", "run", "--steps", "1", "--batch", "1", "--eva
 """,
 }
 NOT_RUN = {
+    **({} if find_spec("cupy") else {("docs/interoperation.md", 1): "needs CuPy"}),
     ("docs/gradients.md", 3): "needs eight GPUs; tests/test_fsdp.py makes such a mesh of four ranks",
     (
         "docs/pipeline.md",
