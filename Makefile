@@ -28,7 +28,7 @@ FORMATTED := $(shell find src tests/emulator -name '*.h' -o -name '*.cuh' -o -na
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo    train the demonstration twice, uncompressed and compressed, and compare (2 to 6 minutes)'
+	@echo 'make demo    train the demonstration uncompressed and compressed, and compare (2 to 6 minutes)'
 	@echo 'make test    run the tests'
 	@echo 'make test-slow  run the tests that take long: every combination of the emulated kernels, for one'
 	@echo 'make lint    ruff, mypy, clang-format'
