@@ -87,16 +87,20 @@ def check_kernel_bytes(rank: int, world: int, directory: Path) -> None:
     tensor = torch.randn(1_000_000)
 
     def kernel_and_own_bytes(call: Callable[[], Any]) -> tuple[int, int]:
+        """The least of three calls: what TCP sends again on a busy machine only adds to the kernel's count."""
         call()
-        dist.barrier()
-        reset_bytes_sent()
-        before = loopback_bytes()
-        dist.barrier()
-        call()
-        dist.barrier()
-        after = loopback_bytes()
-        dist.barrier()
-        return after - before, bytes_sent()
+        counts = []
+        for _ in range(3):
+            dist.barrier()
+            reset_bytes_sent()
+            before = loopback_bytes()
+            dist.barrier()
+            call()
+            dist.barrier()
+            after = loopback_bytes()
+            dist.barrier()
+            counts.append((after - before, bytes_sent()))
+        return min(counts)
 
     for format in ("int8", "int4"):
         kernel, own = kernel_and_own_bytes(lambda: all_reduce(tensor, format=format))  # noqa: B023
