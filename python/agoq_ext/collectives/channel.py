@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -155,6 +157,7 @@ class Channel:
                     target=_serve, args=(self._tasks,), name="agoq_ext", daemon=True
                 )
                 self._worker.start()
+                _workers[self._worker] = self._tasks
             work.runs_on = self._worker
             self._flying.add(work)
             self._tasks.put(task)
@@ -277,6 +280,31 @@ def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task  # holds tensors, which an idle worker must not keep alive
+
+
+# --- at exit -------------------------------------------------------------------------------------------------
+
+_workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Callable[[], None] | None]]
+_workers = weakref.WeakKeyDictionary()
+# Seconds that a process waits at exit for its workers, all together.
+EXIT_SECONDS = 1.0
+
+
+def _end_workers() -> None:
+    """Lets workers end before the interpreter does.
+
+    A daemon thread that comes back from C++ once the interpreter is going is unwound where it stands, which ends the
+    process with an abort. One that waits for a peer keeps the process for `EXIT_SECONDS`, not longer.
+    """
+    deadline = time.monotonic() + EXIT_SECONDS
+    workers = list(_workers.items())
+    for _, tasks in workers:
+        tasks.put(None)
+    for worker, _ in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_end_workers)
 
 
 # --- the channel of a group ----------------------------------------------------------------------------------
