@@ -113,7 +113,16 @@ def test_bytes_are_what_the_kernel_counts(tmp_path: Path) -> None:
     trial = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
     if not shutil.which("unshare") or subprocess.run(trial, capture_output=True).returncode:
         pytest.skip("needs the right to make a network namespace, and ip")
-    run_world(tmp_path, 3, check_kernel_bytes, tmp_path)
+    for attempt in ("first", "second"):
+        folder = tmp_path / attempt
+        folder.mkdir()
+        try:
+            run_world(folder, 3, check_kernel_bytes, folder, timeout=40)
+            return
+        except AssertionError as error:
+            # Gloo's mesh in a network namespace that has just come up has once failed to connect.
+            if attempt == "second" or "connectFullMesh" not in str(error):
+                raise
 
 
 @pytest.mark.parametrize(("nbytes", "world", "expected"), [(1000, 1, 0), (1000, 2, 1000), (999, 4, 1499)])
